@@ -27,8 +27,14 @@ IMAGE_MODEL = ViTConfig(
 def load_with_notes(
     name: str, model: ModelConfig = TEXT_MODEL, *, seed: int = 0, batch_size: int = 8, **fields: Any
 ) -> tuple[Any, list[str]]:
-    """Load a data set with these fields of its config. Return it and its notes."""
+    """Load a data set with these fields of its config. Return it and its notes.
+
+    Args:
+        fields: Fields of the config. `vocab_size` and `seq_len` are those of the model.
+    """
     notes: list[str] = []
+    sizes = {name: fields.pop(name) for name in ("vocab_size", "seq_len") if name in fields}
+    model = dataclasses.replace(model, **sizes)
     config = DataConfig(name=name, batch_size=batch_size, **fields)
     return data.load(config, model, seed=seed, note=notes.append), notes
 

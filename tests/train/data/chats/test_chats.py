@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.chats import templates
@@ -17,8 +16,9 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import windows
 from mupax.train.data.chats.records import in_folder
 from mupax.train.data.text import denoising
+from mupax.train.data.text.noise import Infilling
 from mupax.train.data.text.tokenizer import Bytes
-from mupax.zoo.configs import DecoderConfig
+from tests.fixtures.commands import refusal
 from tests.train.data import loading
 from tests.train.data.loading import assert_batches_equal
 from tests.train.data.writing import write, write_rows
@@ -289,8 +289,7 @@ ROWS = [{"messages": [user(f"q{i}"), assistant(f"answer {i}" * (1 + i % 3))]} fo
 def load_with_notes(seq_len: int = 96, batch_size: int = 2, **fields: Any) -> Any:
     write("t.jinja", CHATML)
     fields = {"chat_template": "t.jinja", **fields}
-    model = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=256, seq_len=seq_len)
-    return loading.load_with_notes("chat:t", model, batch_size=batch_size, **fields)
+    return loading.load_with_notes("chat:t", seq_len=seq_len, batch_size=batch_size, **fields)
 
 
 def load(**fields: Any) -> Any:
@@ -347,25 +346,20 @@ def test_conversations_of_a_window_do_not_see_one_another_where_asked() -> None:
             assert begins == b"<s>user" or not any(begins)  # or padding
 
 
-def test_a_table_is_read_as_lines_are() -> None:
-    lines = write_rows("t/a.jsonl", ROWS)
-    expected = load().train_batch(0)
-    lines.unlink()
-    write_rows("t/a.parquet", ROWS)
-    assert_batches_equal(load().train_batch(0), expected)
-
-
-def test_weights_of_a_table_are_read_too() -> None:
+def test_a_table_is_read_as_lines_are_and_its_weights_too() -> None:
     draft = assistant("a draft", weight=0.0)
     rows = [
         {"messages": [draft, *row["messages"]] if i % 2 == 0 else row["messages"]}
         for i, row in enumerate(ROWS)
     ]
-    write_rows("t/a.parquet", rows)
+    table = write_rows("t/a.parquet", rows)
     batches = train_batches(load())
     inputs = np.concatenate([batch["inputs"].reshape(-1) for batch in batches])
     assert "a draft" in bytes(inputs.tolist()).decode()
     assert "a draft" not in targets(batches)
+    table.unlink()
+    write_rows("t/a.jsonl", rows)
+    assert_batches_equal(load().train_batch(0), batches[0])
 
 
 def test_a_folder_of_conversations_is_known_by_its_records() -> None:
@@ -402,17 +396,13 @@ def test_noise_is_not_put_on_conversations() -> None:
     write_rows("t/a.jsonl", ROWS)
     write("t.jinja", CHATML)
     config = DataConfig(name="chat:t", batch_size=1, chat_template="t.jinja")
-    noise = denoising.noise_of(DataConfig(name="chat:t", batch_size=1, noise="infilling"))
     with pytest.raises(DataError, match="is conversations, and noise is put on text"):
-        denoising.denoising(config, noise, inputs=96, seed=0, note=print)
+        denoising.denoising(config, Infilling(), inputs=96, seed=0)
 
 
-def test_the_flags_are_of_chats_and_messages_are_no_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_flags_are_of_chats_and_messages_are_no_text() -> None:
     write_rows("t/a.jsonl", ROWS)
-    words = ["--data.name", "text:t/a.jsonl", "--data.loss-on", "all"]
-    assert main(["train", "lm-tiny", *words]) == 2
-    assert "--data.loss-on is not read with the data text:" in capsys.readouterr().err
+    message = refusal("train lm-tiny --data.name text:t/a.jsonl --data.loss-on all")
+    assert "--data.loss-on is not read with the data text:" in message
     message = "but messages of a chat; write data.name chat:PATH"
     loading.assert_refused(message, "records:t/a.jsonl")

@@ -17,7 +17,6 @@ from PIL import Image
 from pyarrow import parquet
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from mupax.__main__ import main
 from mupax.train.config.data import LimitsConfig
 from mupax.train.data import DataError
 from mupax.train.data.records import bounds, tables
@@ -26,6 +25,7 @@ from mupax.train.data.records.tables import Table
 from mupax.train.data.sources import folders, idx
 from mupax.train.data.streams import hub
 from mupax.train.data.text.tokenizer import Subwords
+from tests.fixtures.commands import output, refusal
 from tests.train.data.writing import json_lines, write
 
 pytestmark = pytest.mark.usefixtures("work_folder")
@@ -37,45 +37,30 @@ GOOD = json_lines({"text": text} for text in TEXTS)
 RATIO = r"--data\.limits\.ratio"
 
 
-def prepare(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
-    code = main(["data", "prepare", *words.split()])
-    return code, "".join(capsys.readouterr())
-
-
-def test_a_line_that_is_too_long_is_refused_or_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_that_is_too_long_is_refused_or_left_out() -> None:
     long = json_lines([{"text": "a" * (2 * MIB)}])
     lines = GOOD.splitlines(keepends=True)
     write("t.jsonl.gz", gzip.compress(b"".join([*lines[:40], long, *lines[40:]])))
-    words = "records:t.jsonl.gz --limits.record-mib 1"
-    code, text = prepare(capsys, words)
-    assert code == 2
-    assert " --limits.record-mib" in text
-    assert "line 41" in text
-    code, text = prepare(capsys, f"{words} --on-broken skip")
-    assert code == 0
+    words = "data prepare records:t.jsonl.gz --limits.record-mib 1"
+    message = refusal(words)
+    assert " --limits.record-mib" in message
+    assert "line 41" in message
+    text = output(words, "--on-broken skip")
     assert "1 record" in text
     # Every other text, with the end of its document.
     counts = re.search(r"([\d,]+) training and ([\d,]+) evaluation", text)
     assert counts
     train, evaluation = (int(count.replace(",", "")) for count in counts.groups())
     assert train + evaluation == sum(len(text) + 1 for text in TEXTS)
-    assert prepare(capsys, "records:t.jsonl.gz")[0] == 0  # the usual limit is above
+    output("data prepare records:t.jsonl.gz")  # the usual limit is above
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "WINDOW_BYTES", 3 * MIB // 2)
     write("t.jsonl.gz", gzip.compress(GOOD) + gzip.compress(b"\n" * (4 * MIB)))
-    words = "records:t.jsonl.gz --limits.ratio 50"
-    code, text = prepare(capsys, words)
-    assert code == 2
-    assert " --limits.ratio" in text
-    code, text = prepare(capsys, f"{words} --on-broken skip")  # what stands before is kept
-    assert code == 0
-    assert "1 file" in text
+    words = "data prepare records:t.jsonl.gz --limits.ratio 50"
+    assert " --limits.ratio" in refusal(words)
+    assert "1 file" in output(words, "--on-broken skip")  # what stands before is kept
 
 
 def write_table(texts: Any, **options: Any) -> Path:
@@ -251,11 +236,7 @@ def test_an_array_of_images_that_unpacks_to_too_much_is_refused() -> None:
         b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
     ],
 )
-def test_a_header_of_numpy_is_read_within_bounds(
-    header: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_header_of_numpy_is_read_within_bounds(header: bytes) -> None:
     size = len(header).to_bytes(4, "little")
     write("t.npy", b"\x93NUMPY\x02\0" + size + header + bytes(16))
-    code, text = prepare(capsys, "records:t.npy --tokenizer ids:300")
-    assert code == 2
-    assert "t.npy" in text
+    assert "t.npy" in refusal("data prepare records:t.npy --tokenizer ids:300")

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.data import DataError
 from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
 from mupax.zoo.configs import ViTConfig
+from tests.fixtures.commands import output, refusal
 from tests.train.data import loading
 
 CIFAR = configs.get("bordelon-vit")
@@ -167,10 +167,8 @@ def test_cifar5m_needs_its_size() -> None:
         load(dataclasses.replace(CIFAR, image_size=16))
 
 
-def test_command_on_cifar5m(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "prepare", "cifar5m", "--data-dir", "."]) == 2
-    assert "cifar5m needs part0.npz" in capsys.readouterr().err
+def test_command_on_cifar5m(request: pytest.FixtureRequest) -> None:
+    words = "data prepare cifar5m --data-dir ."
+    assert "cifar5m needs part0.npz" in refusal(words)
     request.getfixturevalue("parts")
-    assert main(["data", "prepare", "cifar5m", "--data-dir", "."]) == 0
+    output(words)

@@ -130,17 +130,6 @@ def test_evaluation_is_every_image_once_and_never_augmented() -> None:
     assert len(set(joined([*some.eval_batches()])["targets"])) == 10
 
 
-@pytest.mark.parametrize("k", [0, 7, 200])
-def test_augmentation_is_a_function_of_seed_batch_and_row(k: int) -> None:
-    dataset = load()
-    batch = dataset.train_batch(k)
-    assert_batches_equal(load(batch_size=12).train_batch(k), batch)  # loaded by another call
-    assert not np.array_equal(load(seed=1).train_batch(k)["inputs"], batch["inputs"])
-    for share in (6, 3):
-        rows = [slice(start, start + share) for start in range(0, 12, share)]
-        assert_batches_equal(joined([dataset.train_batch(k, part) for part in rows]), batch)
-
-
 def test_augmentation_changes_images_lightly() -> None:
     plain = load(augment=False, batch_size=200).train_batch(0)
     augmented = load(batch_size=200).train_batch(0)

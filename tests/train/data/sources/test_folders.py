@@ -67,14 +67,6 @@ def test_split_is_by_file_and_has_every_class_on_both_sides(pictures: Path) -> N
         assert {label for _, _, label in side.files} == {0, 1, 2}
 
 
-def test_given_split_is_kept() -> None:
-    write_pictures("p/train", 5)
-    write_pictures("p/val", 2)
-    dataset = load()
-    assert (dataset.train_size, dataset.eval_size) == (15, 6)
-    assert all("val" in path.parts for _, path, _ in dataset.eval.files)
-
-
 def test_training_varies_and_evaluation_does_not(pictures: Path) -> None:
     dataset = load()
     other = load(seed=1)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.config.recipes import vit_fashion
 from mupax.train.data.sources import idx
+from tests.fixtures.commands import refusal
 from tests.train.data import loading
 from tests.train.data.writing import write
 
@@ -59,13 +59,12 @@ def test_fashion_is_in_a_folder_and_names_the_clothes(folder: Path) -> None:
 
 
 def test_missing_files_are_named_with_the_command_that_brings_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "vit-fashion", "--data.data-dir", "."]) == 2
-    err = " ".join(capsys.readouterr().err.split())
-    assert "Fashion-MNIST is not in ." in err
-    assert "; `apt-get install dataset-fashion-mnist` puts it" in err
+    message = refusal("train vit-fashion --data.data-dir .")
+    assert "Fashion-MNIST is not in ." in message
+    assert "; `apt-get install dataset-fashion-mnist` puts it" in message
     message = r"no file .*train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"
     loading.assert_refused(message, "idx:.", vit_fashion().model)
 

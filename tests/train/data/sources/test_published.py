@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from mupax.__main__ import main
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.sources import published
@@ -25,14 +24,13 @@ from mupax.train.data.text import denoising
 from mupax.train.data.text.noise import Infilling
 from mupax.zoo import configs
 from tests.fixtures.calls import calls_of_process
+from tests.fixtures.commands import command, output, refusal
 from tests.train.data import loading
 from tests.train.data.loading import IMAGE_MODEL, TEXT_MODEL, documents, token_ids
 from tests.train.data.prepared import TEXT, prepare, sentences, write_text_set
 from tests.train.data.writing import write, write_image
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -236,9 +234,8 @@ def test_missing_data_is_reported_at_once(
 # The command
 
 
-def test_command_prepares_what_a_run_then_finds(tmp_path: Path, capsys: Capture, load: Any) -> None:
-    assert main(["data", "prepare", "digits", "--data-dir", str(tmp_path)]) == 0
-    assert "digits is prepared in" in capsys.readouterr().out
+def test_command_prepares_what_a_run_then_finds(tmp_path: Path, load: Any) -> None:
+    assert "digits is prepared in" in output(f"data prepare digits --data-dir {tmp_path}")
     model = configs.get("vit-tiny")
     _, notes = loading.load_with_notes("digits", model, data_dir=str(tmp_path))
     assert notes == []
@@ -263,41 +260,34 @@ def test_command_prepares_what_a_run_then_finds(tmp_path: Path, capsys: Capture,
         ("frepare digits", ("did you mean prepare?",)),
     ],
 )
-def test_command_on_unknown_names(
-    tmp_path: Path, words: str, suggestions: tuple[str, ...], capsys: Capture
-) -> None:
-    assert main(["data", *words.split(), "--data-dir", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in suggestions)
+def test_command_on_unknown_names(tmp_path: Path, words: str, suggestions: tuple[str, ...]) -> None:
+    message = refusal(f"data {words} --data-dir {tmp_path}")
+    assert all(word in message for word in suggestions)
 
 
-def test_command_reports_what_tfds_reports(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_reports_what_tfds_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError(
             "Manual directory does not exist.\nPut ILSVRC2012_img_train.tar there."
         )
 
     monkeypatch.setattr(tfds, "builder", refuse)
-    assert main(["data", "prepare", "imagenet2012", "--data-dir", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert "Put ILSVRC2012_img_train.tar there." in error
-    assert len(error.splitlines()) <= 10
+    done = command(f"data prepare imagenet2012 --data-dir {tmp_path}")
+    assert done.code == 1
+    assert "Put ILSVRC2012_img_train.tar there." in done.err
+    assert len(done.err.splitlines()) <= 10
 
 
-def test_command_without_a_network(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: Any, **options: Any) -> None:
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setattr(urllib.request, "getproxies", dict)
-    assert main(["data", "prepare", "mnist", "--data-dir", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert "storage.googleapis.com cannot be reached: Name or service not known" in error
-    assert "Run this where there is a network" in error
+    done = command(f"data prepare mnist --data-dir {tmp_path}")
+    assert done.code == 1
+    assert "storage.googleapis.com cannot be reached: Name or service not known" in done.message
+    assert "Run this where there is a network" in done.message
 
 
 def test_names_of_tfds_are_known() -> None:
@@ -320,7 +310,6 @@ def test_no_module_of_a_data_set_is_imported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     feature: dict[str, Any],
-    capsys: Capture,
     load: Any,
 ) -> None:
     folder = prepare(tmp_path, TEXT, {"train": sentences(0, 5)})
@@ -333,5 +322,4 @@ def test_no_module_of_a_data_set_is_imported(
         load()
     (tmp_path / "mnist").mkdir()
     folder.rename(tmp_path / "mnist/3.0.1")
-    assert main(["data", "prepare", "mnist", "--data-dir", str(tmp_path)]) == 2
-    assert "features.json" in capsys.readouterr().err
+    assert "features.json" in refusal(f"data prepare mnist --data-dir {tmp_path}")

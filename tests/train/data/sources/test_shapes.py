@@ -113,16 +113,6 @@ def test_batches_are_the_images_in_turn_and_rows_of_them_their_parts() -> None:
             assert_batches_equal(next(batches), expected)
 
 
-def test_a_run_goes_on_at_any_batch_on_any_number_of_hosts() -> None:
-    with contextlib.closing(load().train_batches(0)) as batches:
-        expected = [next(batches) for _ in range(5)][4]
-    halves = []
-    for rows in (slice(0, 6), slice(6, 12)):
-        with contextlib.closing(load().train_batches(4, rows)) as batches:
-            halves.append(next(batches))
-    assert_batches_equal(joined(halves), expected)
-
-
 def test_evaluation_images_are_the_same_for_every_seed_and_counted_once() -> None:
     first, second = (load(seed=seed, eval_examples=17, eval_batch_size=6) for seed in (0, 1))
     batches = list(first.eval_batches())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -19,12 +18,12 @@ from tokenizers import Tokenizer, models
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus
 from mupax.train.data.sources import text
-from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text import tokenizer
 from mupax.zoo import configs
 from tests.train.data import loading
 from tests.train.data.loading import (
-    TEXT_MODEL,
     assert_batches_equal,
+    assert_refused,
     documents,
     joined,
     load_with_notes,
@@ -44,11 +43,6 @@ def folder(work_folder: Path) -> Path:
 
 def load(path: str = "t", **fields: Any) -> Any:
     return loading.load(f"text:{path}", **fields)
-
-
-def assert_refused(message: str, path: str = "t", **fields: Any) -> None:
-    with pytest.raises(DataError, match=message):
-        load(path, **fields)
 
 
 # A user's own text
@@ -120,7 +114,7 @@ def test_large_file_is_one_document_in_pieces(
 def test_wrong_text_is_named(files: dict[str, str], message: str) -> None:
     Path("t").mkdir()
     write_files("t", files)
-    assert_refused(message)
+    assert_refused(message, "text:t")
 
 
 def test_files_that_are_no_text_are_left_out_by_name(folder: Path) -> None:
@@ -157,11 +151,11 @@ def test_a_json_list_is_refused_with_a_command_that_writes_its_lines(suffix: str
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv.zst", "a.arrow"])
 def test_other_records_are_refused(name: str) -> None:
     write(name, "text,label\n" * 40)
-    assert_refused(rf"{name} holds records .*; write them as JSON lines or Parquet", name)
+    assert_refused(rf"{name} holds records .*; write them as JSON lines or Parquet", f"text:{name}")
 
 
 def test_missing_path_is_named() -> None:
-    assert_refused("no file or folder gone; write data.name as text:PATH", "gone")
+    assert_refused("no file or folder gone; write data.name as text:PATH", "text:gone")
 
 
 def test_changed_text_has_another_digest(folder: Path) -> None:
@@ -273,7 +267,7 @@ def test_bytes_come_back() -> None:
     assert dataset.bytes_per_token == 1.0
 
 
-BPE = {"model": dataclasses.replace(TEXT_MODEL, vocab_size=300), "tokenizer": "bpe:300"}
+BPE = {"vocab_size": 300, "tokenizer": "bpe:300"}
 
 
 def test_bpe_trained_on_the_training_text(cache_folder: Path) -> None:
@@ -333,41 +327,40 @@ def test_bpe_trained_on_the_training_text(cache_folder: Path) -> None:
 def test_wrong_tokenizer_is_named(name: str, message: str) -> None:
     write("broken.json", '{"version": "1.0"')
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save("words.json")
-    assert_refused(message, tokenizer=name)
+    assert_refused(message, "text:t", tokenizer=name)
 
 
 def test_text_that_is_not_utf8(folder: Path) -> None:
     latin = write(folder / "latin.txt", ("x" * 9000 + "naïve " * 20).encode("latin-1"))
-    _, notes = load_with_notes("text:t")  # bytes are bytes
-    (line,) = [line for line in notes if "UTF-8" in line]
-    assert line.startswith("t: not UTF-8, and read byte by byte as it is: latin.txt; ")
-    assert_refused("is not UTF-8", **BPE)
+    for on_broken in ("stop", "skip"):  # bytes are bytes
+        source, notes = load_with_notes("text:t", on_broken=on_broken)
+        assert any(b"na\xefve" in ids.tobytes() for ids in token_ids(source))
+        (line,) = [line for line in notes if "UTF-8" in line]
+        assert line.startswith("t: not UTF-8, and read byte by byte as it is: latin.txt; ")
+    assert_refused("is not UTF-8", "text:t", **BPE)
     write(latin, "naïve " * 20)
     _, notes = load_with_notes("text:t")
     assert not [line for line in notes if "UTF-8" in line], "the control"
     for encoding in ("utf-16", "utf-16-le"):
         write("wide.txt", ("naïve text " * 20).encode(encoding))
-        assert_refused("is UTF-16.*, not UTF-8: convert it by `iconv", "wide.txt")
+        assert_refused("is UTF-16.*, not UTF-8: convert it by `iconv", "text:wide.txt")
 
 
 @pytest.mark.usefixtures("folder")
 def test_vocabulary_must_fit() -> None:
     message = r"256 tokens and the model 97; write --model\.vocab-size 256"
-    assert_refused(message, model=dataclasses.replace(TEXT_MODEL, vocab_size=97))
+    assert_refused(message, "text:t", vocab_size=97)
 
 
 def test_text_is_not_for_image_models() -> None:
     message = "the model reads images; write a decoder"
-    assert_refused(message, ".", model=configs.get("vit-tiny"))
+    assert_refused(message, "text:.", configs.get("vit-tiny"))
 
 
 def test_negative_seed() -> None:
-    with pytest.raises(DataError, match="seed is -1"):
-        loading.load("python_corpus", seed=-1)
+    assert_refused("seed is -1", "python_corpus", seed=-1)
 
 
 def test_records_are_text_either_way() -> None:
     records = text.records([{"t": "é"}, {"t": "é".encode()}], "t")
     assert [records[i] for i in range(len(records))] == [[("é".encode(), True)]] * 2
-    assert tokenizer.Bytes().encode([records[0][0][0]])[0].tolist() == [195, 169]
-    assert packing.SIDES == ("train", "eval")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,49 +42,36 @@ class Answers(HubAnswers):
     """The hub's data set me/words, as far as `datasets` asks for it."""
 
     def _handle(self) -> None:
-        calls: list[str] = self.server.calls  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
-        calls.append(path)
-        place, file = (
-            f"/api/datasets/me/words/tree/{COMMIT}",
-            path.removeprefix(f"/datasets/me/words/resolve/{COMMIT}/"),
-        )
-        if path in ("/api/datasets/me/words", f"/api/datasets/me/words/revision/{COMMIT}"):
-            about = {
-                "id": "me/words",
-                "sha": COMMIT,
-                "siblings": [{"rfilename": name} for name in FILES],
-            }
-            self.send(
-                200,
-                json.dumps(
-                    {**about, "private": False, "tags": [], "downloads": 0, "likes": 0}
-                ).encode(),
-            )
-        elif path.startswith(place):
-            under = path.removeprefix(place).strip("/")
-            ids = {
-                name: hashlib.sha1(content).hexdigest()
-                for name, content in FILES.items()
-                if name.startswith(under)
-            }
-            listed = [
-                {"type": "file", "path": name, "size": len(FILES[name]), "oid": ids[name]}
-                for name in ids
-            ]
-            self.send(200, json.dumps(listed).encode())
+        self.server.calls.append(path)  # type: ignore[attr-defined]
+        about = "/api/datasets/me/words"
+        tree = f"{about}/tree/{COMMIT}"
+        file = path.removeprefix(f"/datasets/me/words/resolve/{COMMIT}/")
+        if path in (about, f"{about}/revision/{COMMIT}"):
+            fields = {"id": "me/words", "sha": COMMIT, "private": False, "tags": []}
+            siblings = [{"rfilename": name} for name in FILES]
+            self.send_json({**fields, "siblings": siblings, "downloads": 0, "likes": 0})
+        elif path.startswith(tree):
+            under = path.removeprefix(tree).strip("/")
+            listed = []
+            for name, content in FILES.items():
+                if name.startswith(under):
+                    oid = hashlib.sha1(content).hexdigest()
+                    entry = {"type": "file", "path": name, "size": len(content), "oid": oid}
+                    listed.append(entry)
+            self.send_json(listed)
         elif file in FILES:
-            first, _, last = (
-                (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
-            )
-            part = FILES[file][int(first) : int(last) + 1 if last else None]
-            self.send(
-                206,
-                part,
-                Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(FILES[file])}",
-            )
+            content = FILES[file]
+            span = self.headers.get("Range") or "bytes=0-"
+            first, _, last = span.removeprefix("bytes=").partition("-")
+            part = content[int(first) : int(last) + 1 if last else None]
+            place = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+            self.send(206, part, Content_Range=place)
         else:
             self.send(404, X_Error_Code="EntryNotFound" if "words" in path else "RepoNotFound")
+
+    def send_json(self, value: Any) -> None:
+        self.send(200, json.dumps(value).encode())
 
     do_GET = do_HEAD = do_POST = _handle
 
@@ -107,11 +95,7 @@ def test_a_name_is_read_from_the_hub_at_one_commit(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     """In a process of its own: `huggingface_hub` takes the address as it is imported."""
-    place = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-    }
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", READ],
         env={**os.environ, **place},

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus
 from mupax.train.data.streams import hub
@@ -22,10 +19,11 @@ from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.files import MOST_LANES
 from mupax.train.data.streams.lanes import StreamShard
 from mupax.train.data.text.tokenizer import Bytes
+from tests.fixtures.commands import output, refusal
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import losses
 from tests.train.data import loading
 from tests.train.data.loading import (
-    TEXT_MODEL,
     assert_batches_equal,
     documents,
     stream_shards,
@@ -256,7 +254,7 @@ def test_a_broken_line_ends_what_waits_for_it(load: Load, folder: Path) -> None:
 
 
 def test_a_tokenizer_is_trained_on_the_beginning(load: Load) -> None:
-    fields = {"model": dataclasses.replace(TEXT_MODEL, vocab_size=300), "tokenizer": "bpe:300"}
+    fields = {"vocab_size": 300, "tokenizer": "bpe:300"}
     stream = load(**fields)
     assert load(batch_size=2, **fields).facts["tokenizer"] == stream.facts["tokenizer"]
     ids = stream_shards(stream)[0]
@@ -358,27 +356,17 @@ RUN = (
 )
 
 
-def losses() -> dict[int, float]:
-    rows = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def test_a_run_goes_on_exactly(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop a run, take its cache away and resume: losses are those of the run without a stop."""
-    words = RUN.split()
-    assert main(words) == 0
-    before = losses()
-    assert sorted(before) == [1, 2, 3, 4, 5, 6]
+    output(RUN)
+    before = losses("run")
+    assert len(before) == 6
     monkeypatch.setenv("MUPAX_DATA", "elsewhere")
-    assert main([*words, "--resume", "--resume-from", "2"]) == 0
-    assert losses() == before
+    output(RUN, "--resume --resume-from 2")
+    assert losses("run") == before
     with (folder / "train-0.jsonl").open("a") as file:
         file.write('{"text": "another record"}\n')
-    capsys.readouterr()
-    assert main([*words, "--resume", "--resume-from", "4"]) == 2
-    assert "--resume-change data" in capsys.readouterr().err
+    assert "--resume-change data" in refusal(RUN, "--resume --resume-from 4")
 
 
 # Splits and broken records of `datasets`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -11,15 +10,15 @@ import numpy as np
 import pytest
 
 from mupax.train.config.data import DataConfig
-from mupax.train.data import __main__ as command
 from mupax.train.data import load, show
 from mupax.train.data.interface import Batch, DataError
 from mupax.train.data.text import denoising, ngrams
 from mupax.train.data.text.noise import Infilling, Noise, Sentinels
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from tests.fixtures.commands import command, output, refusal
 from tests.train.data.loading import assert_batches_equal, joined
-from tests.train.data.writing import write
+from tests.train.data.writing import write, write_texts
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("text")]
 
@@ -28,7 +27,6 @@ RECORDED = {
     "infilling": "<s><mask>456<mask>9:;<<mask>>?<mask>CDEFGHIJKLMNOPQRS<mask></s>" + 7 * "<pad>",
     "sentinels": "0123456789:;<=>?@ABCDEFGHIJK<0>MNOPQRSTU<1></s>",
 }
-Capture = pytest.CaptureFixture[str]
 each_noise = pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
 
 
@@ -198,9 +196,10 @@ def test_copying_beats_counting_where_the_text_is_visible() -> None:
 
 
 @pytest.mark.parametrize("noise", ["infilling", "sentinels"])
-def test_examples_are_shown_in_80_columns(noise: str, capsys: Capture) -> None:
-    assert command.main(["show", "text:book.txt", "--noise", noise, "--examples", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_examples_are_shown_in_80_columns(noise: str) -> None:
+    done = command(f"data show text:book.txt --noise {noise} --examples 1")
+    assert done.code == 0
+    lines = done.out.splitlines()
     block = lines[lines.index(f"{'input':27}{'target':27}text") :]
     assert max(map(len, block)) <= 80
     inputs, targets, text = (
@@ -215,27 +214,23 @@ def test_examples_are_shown_in_80_columns(noise: str, capsys: Capture) -> None:
         assert targets.startswith("<0>")
 
 
-def test_refusals_are_one_line(capsys: Capture) -> None:
-    assert command.main(["show", "text:book.txt", "--rate", "2"]) == 2
+def test_refusals_are_one_line() -> None:
     message = "error: the noise rate is 2.0; write a share of the tokens in (0, 1)"
-    assert message in capsys.readouterr().err
+    assert message in refusal("data show text:book.txt --rate 2")
 
 
-def test_records_are_shown_as_their_refusals_say(capsys: Capture) -> None:
-    lines = [json.dumps({"body": f"some words {number} " * 9}) for number in range(200)]
-    write("records.jsonl", "\n".join([*lines, '{"body": null}']))
-    words = ["show", "records:records.jsonl"]
+def test_records_are_shown_as_their_refusals_say() -> None:
+    texts = [f"some words {number} " * 9 for number in range(200)]
+    write_texts("records.jsonl", [*texts, None], "body")
+    words = "data show records:records.jsonl"
     for flags in ("--field body", "--on-broken skip"):
-        assert command.main(words) == 2
-        assert f" {flags}" in " ".join(capsys.readouterr().err.split())
-        words += flags.split()
-    assert command.main([*words, "--examples", "1"]) == 0
-    assert "some·words" in capsys.readouterr().out
+        assert f" {flags}" in refusal(words)
+        words += f" {flags}"
+    assert "some·words" in output(words, "--examples 1")
 
 
-def test_a_flag_that_the_command_lacks_is_named_with_its_own(capsys: Capture) -> None:
-    assert command.main(["show", "mix"]) == 2
-    message = " ".join(capsys.readouterr().err.split())
+def test_a_flag_that_the_command_lacks_is_named_with_its_own() -> None:
+    message = refusal("data show mix")
     assert message.startswith("error: mix has no texts; write them as --data.mix code=text:")
     assert message.endswith("(--data. begins flags of `mupax train`)")
 

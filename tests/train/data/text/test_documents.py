@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from mupax.__main__ import main
 from mupax.train import data
 from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config, MeshConfig
@@ -24,7 +22,8 @@ from mupax.train.core.step import batch_sums
 from mupax.train.data.records import corpus
 from mupax.train.data.text.named_tokenizers import train_bpe
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
-from tests.fixtures.command_line import Capture, refused
+from tests.fixtures.commands import output, refusal
+from tests.fixtures.small_runs import rows
 from tests.train.data import loading
 from tests.train.data.writing import write, write_rows, write_texts
 
@@ -64,7 +63,7 @@ def config_of(
 
 
 def load(config: Config) -> Any:
-    return data.load(config.data, config.model, seed=0, note=lambda line: None)
+    return data.load(config.data, config.model, seed=0)
 
 
 program_of = functools.cache(assemble)
@@ -200,8 +199,7 @@ def words(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 def load_words(folder: Path, name: str = "records:{}/records", **fields: Any) -> Any:
     fields = {"batch_size": 4, "tokenizer": str(folder / "tokenizer.json"), **fields}
-    model = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=300, seq_len=24)
-    return loading.load(name.format(folder), model, **fields)
+    return loading.load(name.format(folder), vocab_size=300, seq_len=24, **fields)
 
 
 @pytest.mark.parametrize(
@@ -305,10 +303,8 @@ def test_bytes_of_a_vocabulary_that_does_not_spell_its_text_add_up_to_those_of_t
         ("ed-tiny --data.document-mask", "data.document_mask is for a decoder"),
     ],
 )
-def test_a_run_without_documents_is_refused(
-    folder: Path, words: str, message: str, capsys: Capture
-) -> None:
-    assert message in refused(capsys, "train", *words.format(folder).split())
+def test_a_run_without_documents_is_refused(folder: Path, words: str, message: str) -> None:
+    assert message in refusal("train", words.format(folder))
 
 
 @pytest.mark.core
@@ -335,9 +331,8 @@ def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(
 ) -> None:
     def losses(flags: str) -> list[float]:
         workdir = tmp_path / str(len(flags))
-        assert main([*RUN.format(folder, workdir).split(), *flags.split()]) == 0
-        rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-        return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
+        output(RUN.format(folder, workdir), flags)
+        return [row[key] for row in rows(workdir) for key in ("loss", "eval_loss") if key in row]
 
     plain = losses(MASK)
     assert len(plain) > 3

@@ -126,10 +126,6 @@ def test_every_token_comes_back(length: int, noise: Sentinels) -> None:
     for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
         assert inputs[-1] == targets[-1] == IDS.eos
         assert [i for i in inputs if i in IDS.sentinels] == list(ids)
-        spans = np.split(targets[:-1], np.flatnonzero(targets >= IDS.sentinels[0]))[1:]
-        spans = {int(span[0]): span[1:] for span in spans}
-        text = [spans[i] if i in ids else [i] for i in inputs[:-1].tolist()]
-        np.testing.assert_array_equal(np.concatenate(text), np.arange(length))
         assert show.restored(inputs, targets, IDS) == list(range(length))
     if length > 7 and noise.rate < 0.5:  # control: targets of other noise do not fit
         assert show.restored(batch.inputs[0], batch.targets[1], IDS) != list(range(length))

@@ -13,49 +13,40 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from mupax.__main__ import main
-from mupax.train import data
 from mupax.train.config import record
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.data.chats.answers import ChatTokens, prompt_encoder
 from mupax.train.data.chats.templates import Template, checked
-from mupax.train.data.interface import Data
 from mupax.train.data.text import named_tokenizers, packing, shares
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse.serve import service as serving
-from mupax.zoo.configs import DecoderConfig
+from tests.fixtures.commands import output, refusal
+from tests.train.data.loading import TEXT_MODEL, load_with_notes, token_ids
+from tests.train.data.writing import write, write_rows, write_texts
 
 pytestmark = pytest.mark.core
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-MODEL = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=400, seq_len=16)
 COUNT = 186
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(work_folder: Path) -> None:
     """A tokenizer with special tokens, and records that quote its separator, each once."""
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    named_tokenizers.train_bpe([b"documents end with a token"] * 3, 300, (START, STOP)).save(
-        "t.json"
-    )
-    texts = (f"record {i} says that {END} ends documents" for i in range(COUNT))
-    Path("r.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return tmp_path
+    tokenizer = named_tokenizers.train_bpe([b"documents end with a token"] * 3, 300, (START, STOP))
+    tokenizer.save("t.json")
+    write_texts("r.jsonl", (f"record {i} says that {END} ends documents" for i in range(COUNT)))
 
 
-def load(name: str = "records:r.jsonl", **fields: Any) -> tuple[Data, str]:
-    notes: list[str] = []
-    config = DataConfig(name=name, **{"tokenizer": "t.json", "batch_size": 2, **fields})
-    return data.load(config, MODEL, seed=0, note=notes.append), "\n".join(notes)
+def load(name: str = "records:r.jsonl", **fields: Any) -> tuple[Any, str]:
+    fields = {"tokenizer": "t.json", "batch_size": 2, "vocab_size": 400, "seq_len": 16, **fields}
+    source, notes = load_with_notes(name, **fields)
+    return source, "\n".join(notes)
 
 
 def separators(source: Any) -> int:
-    return sum(
-        int((side == source.tokenizer.separator).sum()) for side in (source._train, source._eval)
-    )
+    return sum((side == source.tokenizer.separator).sum() for side in token_ids(source))
 
 
 # Texts
@@ -69,16 +60,12 @@ def test_quoted_separators_are_documents_or_text_and_are_counted() -> None:
     plain, log = load(special_tokens="text")
     assert separators(plain) == COUNT
     assert f"{END} {COUNT} times" in log
-    text = plain.tokenizer._library.decode(
-        np.asarray(plain._eval).tolist(), skip_special_tokens=False
-    )  # pyright: ignore
+    _, evaluation = token_ids(plain)
+    text = plain.tokenizer._library.decode(evaluation.tolist(), skip_special_tokens=False)
     assert text.startswith("record ")
     assert text.replace(END, "").count(" says that  ends documents") == text.count(END) // 2
-    assert (
-        parsed.facts["special_tokens_in_text"]
-        == plain.facts["special_tokens_in_text"]
-        == {END: COUNT}
-    )
+    for source in (parsed, plain):
+        assert source.facts["special_tokens_in_text"] == {END: COUNT}
     assert parsed.facts["digest"] != plain.facts["digest"]
     assert parsed.facts["tokenizer"] == plain.facts["tokenizer"]
     # The counts are kept with the tokens: nothing is tokenized again.
@@ -89,13 +76,10 @@ def test_quoted_separators_are_documents_or_text_and_are_counted() -> None:
 
 
 def test_texts_without_special_tokens_are_the_same_either_way() -> None:
-    Path("plain.jsonl").write_text(
-        "".join(json.dumps({"text": f"record {i} é 日本"}) + "\n" for i in range(90))
-    )
-    parsed, log = load("records:plain.jsonl")
-    assert "times" not in log
-    plain, log = load("records:plain.jsonl", special_tokens="text")
-    assert "times" not in log
+    write_texts("plain.jsonl", (f"record {i} é 日本" for i in range(90)))
+    parsed, first = load("records:plain.jsonl")
+    plain, second = load("records:plain.jsonl", special_tokens="text")
+    assert "times" not in first + second
     assert parsed.facts == plain.facts
 
 
@@ -103,10 +87,7 @@ def test_a_stream_reads_them_either_way_too() -> None:
     for mode, count in (("parse", 2 * COUNT), ("text", COUNT)):
         source, log = load(stream=True, special_tokens=mode, batch_size=1)
         assert f"{END} {COUNT} times" in log
-        lane = source._lanes[0]  # pyright: ignore[reportAttributeAccessIssue]
-        ids = np.concatenate([lane.read(0, lane.tokens), np.asarray(source._eval)])  # pyright: ignore
-        assert lane.ended
-        assert (ids == source.tokenizer.separator).sum() == count
+        assert separators(source) == count
         assert f"{END} {COUNT} times" in load(stream=True, special_tokens=mode, batch_size=1)[1]
 
 
@@ -166,7 +147,7 @@ def test_no_vocabulary_makes_a_separator_of_plain_text(make: Any) -> None:
 
 
 def test_counts_outlive_a_kill_and_the_shares_of_other_processes(
-    monkeypatch: pytest.MonkeyPatch,
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_STEP_BYTES", 40)
     monkeypatch.setattr(shares, "_PARTS", 4)
@@ -186,7 +167,7 @@ def test_counts_outlive_a_kill_and_the_shares_of_other_processes(
     with pytest.raises(KeyboardInterrupt):
         packing.prepared("k", lambda: documents, encoder, lambda line: None)
     documents["train"].limit = None
-    (cache,) = Path("cache/packed").glob("k-*/")
+    (cache,) = cache_folder.glob("packed/k-*/")
     shares.pack(documents, encoder, cache, packing.id_type(encoder), 40)
     assert [*(cache / "shares").glob("train-*.npz")]
     sides = packing.prepared("k", lambda: documents, encoder, lambda line: None)
@@ -211,35 +192,19 @@ def test_a_run_of_an_older_version_reads_them_as_tokens() -> None:
     assert record.from_json(fields).data.special_tokens == "parse"
 
 
-def test_the_commands_take_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data", "prepare", "records:r.jsonl", "--tokenizer", "t.json"]
-    counts = []
-    for more in ([], ["--special-tokens", "text"]):
-        assert main([*words, *more]) == 0
-        out = capsys.readouterr().out
-        assert f"{END} {COUNT} times" in " ".join(out.split())
-        counts.append(out)
-    flags = [
-        "--data.tokenizer",
-        "t.json",
-        "--model.vocab-size",
-        "300",
-        "--data.special-tokens",
-        "text",
-    ]
-    run = [
-        "--data.name",
-        "records:r.jsonl",
-        "--steps",
-        "1",
-        "--optimizer.warmup-steps",
-        "0",
-        "--dry-run",
-    ]
-    assert main(["train", "lm-tiny", *run, *flags]) == 0
-    capsys.readouterr()
-    assert main(["train", "vit-digits", "--data.special-tokens", "text", "--dry-run"]) == 2
-    assert "--data.special-tokens" in capsys.readouterr().err
+RUN = (
+    "train lm-tiny --data.name records:r.jsonl --data.tokenizer t.json --model.vocab-size 300 "
+    "--data.special-tokens text --steps 1 --optimizer.warmup-steps 0 --dry-run"
+)
+
+
+def test_the_commands_take_the_option() -> None:
+    for more in ("", "--special-tokens text"):
+        text = output("data prepare records:r.jsonl --tokenizer t.json", more)
+        assert f"{END} {COUNT} times" in text
+    output(RUN)
+    message = refusal("train vit-digits --data.special-tokens text --dry-run")
+    assert "--data.special-tokens" in message
 
 
 # Conversations
@@ -324,7 +289,7 @@ def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(
         assert encoder._library.decode(ids.tolist(), skip_special_tokens=False) == text
         service = serving.Service(
             "m",
-            SimpleNamespace(config=SimpleNamespace(data=config, model=MODEL)),
+            SimpleNamespace(config=SimpleNamespace(data=config, model=TEXT_MODEL)),
             encoder,
             CHATML,
             (),
@@ -336,23 +301,14 @@ def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(
 
 
 def test_quotes_in_conversations_are_counted() -> None:
-    Path("chat_template.jinja").write_text(CHATML.source)
-    Path("c.jsonl").write_text(
-        "".join(
-            json.dumps({"messages": [*TALK, {"role": "user", "content": str(i)}]}) + "\n"
-            for i in range(40)
-        )
-    )
-    model = dataclasses.replace(MODEL, seq_len=200)
+    write("chat_template.jinja", CHATML.source)
+    questions = ({"role": "user", "content": str(i)} for i in range(40))
+    write_rows("c.jsonl", ({"messages": [*TALK, question]} for question in questions))
     for mode in ("parse", "text"):
-        notes: list[str] = []
-        config = DataConfig(
-            name="chat:c.jsonl", batch_size=1, tokenizer="t.json", special_tokens=mode
-        )
-        source = data.load(config, model, seed=0, note=notes.append)
+        source, log = load("chat:c.jsonl", batch_size=1, seq_len=200, special_tokens=mode)
         assert source.facts["special_tokens_in_text"] == {STOP: 120, START: 40, END: 40}
-        assert f"{STOP} 120 times" in "\n".join(notes)
-        assert ("--data.special-tokens text" in "\n".join(notes)) == (mode == "parse")
+        assert f"{STOP} 120 times" in log
+        assert ("--data.special-tokens text" in log) == (mode == "parse")
         stops = int((source.train_batch(0)["inputs"] == source.tokenizer.find(STOP)).sum())
         assert stops == (8 if mode == "parse" else 5)
 
@@ -377,13 +333,9 @@ def test_a_separator_that_never_occurs_is_said(stream: bool) -> None:
 
 
 def test_one_document_has_nothing_to_mask() -> None:
-    Path("one.txt").write_text("a line of text\n" * 200)
-    assert "caution" not in load("text:one.txt")[1]
-    assert "--data.document-mask has no effect" in load("text:one.txt", document_mask=True)[1]
-    assert "caution" not in load("text:one.txt", tokenizer="bytes")[1]
-    assert (
-        "--data.document-mask has no effect"
-        in load("text:one.txt", tokenizer="bytes", document_mask=True)[1]
-    )
-    records = load("records:r.jsonl", tokenizer="bytes", document_mask=True)[1]  # the control
-    assert "caution" not in records
+    write("one.txt", "a line of text\n" * 200)
+    for tokenizer in ("t.json", "bytes"):
+        assert "caution" not in load("text:one.txt", tokenizer=tokenizer)[1]
+        _, log = load("text:one.txt", tokenizer=tokenizer, document_mask=True)
+        assert "--data.document-mask has no effect" in log
+    assert "caution" not in load(tokenizer="bytes", document_mask=True)[1]  # the control

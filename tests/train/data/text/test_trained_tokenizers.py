@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
-from mupax.train import data
 from mupax.train.config.data import DataConfig
+from mupax.train.data import DataError
 from mupax.train.data.chats.templates import Template
-from mupax.train.data.interface import DataError
 from mupax.train.data.sources import training_texts
 from mupax.train.data.text import denoising
-from mupax.train.data.text.mixture import Mixture
+from mupax.train.data.text.noise import Infilling
 from mupax.train.data.text.tokenizer import Subwords
-from mupax.zoo.configs import DecoderConfig
+from tests.fixtures.commands import command, output, refusal
+from tests.train.data import loading
+from tests.train.data.loading import TEXT_MODEL, token_ids
+from tests.train.data.writing import write, write_rows, write_texts
 
 pytestmark = pytest.mark.core
 
@@ -29,57 +29,39 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MODEL = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=400, seq_len=32)
+TOKENS: dict[str, Any] = {"tokenizer": "bpe:330", "chat_template": "chatml.jinja"}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(work_folder: Path) -> None:
     """Two texts without a common word, of which one is eight times the other, records of the second, and a chat."""
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
     for name, words, count in (("small", "zebra zigzag", 30), ("large", "monkey mango", 240)):
-        (tmp_path / name).mkdir()
         for i in range(20):
-            (tmp_path / name / f"{i}.txt").write_text(f"{words} {i} " * count)
-    rows = ({"body": f"monkey mango number {i}, " * 4} for i in range(80))
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    talks = [
-        [
-            {"role": "user", "content": f"who? {i}"},
-            {"role": "assistant", "content": f"a quokka {i}"},
-        ]
-        for i in range(80)
-    ]
-    (tmp_path / "talks.jsonl").write_text(
-        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
-    )
-    (tmp_path / "chatml.jinja").write_text(CHATML)
-    return tmp_path
+            write(f"{name}/{i}.txt", f"{words} {i} " * count)
+    write_texts("records.jsonl", (f"monkey mango number {i}, " * 4 for i in range(80)), "body")
+    rows = []
+    for i in range(80):
+        question = {"role": "user", "content": f"who? {i}"}
+        rows.append({"messages": [question, {"role": "assistant", "content": f"a quokka {i}"}]})
+    write_rows("talks.jsonl", rows)
+    write("chatml.jinja", CHATML)
 
 
-def load(*mix: str, **fields: Any) -> Mixture:
-    notes: list[str] = []
-    fields = {"batch_size": 20, "tokenizer": "bpe:330", "chat_template": "chatml.jinja", **fields}
-    source = data.load(DataConfig(name="mix", mix=mix, **fields), MODEL, seed=0, note=notes.append)
-    assert isinstance(source, Mixture)
-    return source
+def load(*mix: str, name: str = "mix", **fields: Any) -> Any:
+    sizes = {"batch_size": 20, "vocab_size": 400, "seq_len": 32}
+    return loading.load(name, mix=mix, **{**sizes, **TOKENS, **fields})
 
 
-def documents(*mix: str, **fields: Any) -> list[bytes]:
-    config = DataConfig(
-        name="mix",
-        mix=mix,
-        batch_size=1,
-        tokenizer="bpe:330",
-        chat_template="chatml.jinja",
-        **fields,
-    )
-    return [*training_texts.opened(config, MODEL, lambda line: None).read()]
+def documents(*mix: str) -> list[bytes]:
+    config = DataConfig(name="mix", mix=mix, batch_size=1, **TOKENS)
+    model = dataclasses.replace(TEXT_MODEL, vocab_size=400)
+    return [*training_texts.opened(config, model, print).read()]
 
 
-def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_trained_on(
-    folder: Path,
-) -> None:
+def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_trained_on() -> None:
+    train, _ = token_ids(loading.load("text:large"))
+    num_documents = (train == 0).sum()
+    every = {path.read_bytes() for path in Path("large").iterdir()}
     for weight in (1, 9):
         read = documents(f"a=text:small:{weight}", "b=text:large:1")
         sizes = collections.Counter({b"zebra": 0})
@@ -88,18 +70,8 @@ def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_t
         share = sizes[b"zebra"] / sum(sizes.values())
         assert share == pytest.approx(weight / (weight + 1), abs=0.02)
         # All of the other text is read, and none of what is for evaluation.
-        every = {path.read_bytes() for path in (folder / "large").iterdir()}
-        assert len(set(read) & every) == data_facts("large")
+        assert len(set(read) & every) == num_documents
     assert documents("a=text:small:1")[:2] == documents("a=text:small:1")[:2]
-
-
-def data_facts(name: str) -> int:
-    """Training documents of a text, by their separators."""
-    model = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=256, seq_len=32)
-    source = data.load(
-        DataConfig(name=f"text:{name}", batch_size=1), model, seed=0, note=lambda line: None
-    )
-    return int((source._train == 0).sum())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_mixture_trains_its_tokenizer_by_weight() -> None:
@@ -129,17 +101,7 @@ def test_conversations_are_part_of_a_mixture() -> None:
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
         (ids,) = encoder.encode([token.encode()])
         assert ids.tolist() == [encoder.find(token)]
-    chat = data.load(
-        DataConfig(
-            name="chat:talks.jsonl",
-            batch_size=1,
-            tokenizer=str(encoder.path),
-            chat_template="chatml.jinja",
-        ),
-        MODEL,
-        seed=0,
-        note=lambda line: None,
-    )
+    chat = load(name="chat:talks.jsonl", batch_size=1, tokenizer=str(encoder.path))
     batches = [source.train_batch(k) for k in range(100)]
     inputs, targets, weights = (
         np.concatenate([batch[name] for batch in batches])
@@ -176,23 +138,13 @@ def test_documents_of_a_mixture_with_conversations_are_kept_apart_as_each_part_k
     begins = np.diff(batch["segments"], axis=1) > 0
     assert begins.any()
     assert (batch["positions"][:, 1:][begins] == 0).all()
-    config = DataConfig(
-        name="mix",
-        mix=("t=chat:talks.jsonl:1",),
-        batch_size=2,
-        tokenizer="bpe:330",
-        chat_template="chatml.jinja",
-    )
-    noise = denoising.noise_of(dataclasses.replace(config, noise="infilling"))
+    config = load("t=chat:talks.jsonl:1").config
     with pytest.raises(DataError, match="is conversations, and noise is put on text"):
-        denoising.denoising(config, noise, inputs=32, seed=0, note=lambda line: None)
+        denoising.denoising(config, Infilling(), inputs=32, seed=0)
 
 
 def test_a_chat_by_itself_trains_a_tokenizer_with_its_special_tokens() -> None:
-    config = DataConfig(
-        name="chat:talks.jsonl", batch_size=2, tokenizer="bpe:330", chat_template="chatml.jinja"
-    )
-    source = data.load(config, MODEL, seed=0, note=lambda line: None)
+    source = load(name="chat:talks.jsonl")
     assert source.tokenizer.find("<|im_end|>") == 2
     assert (source.train_batch(0)["targets"] == 2).any()
 
@@ -225,52 +177,40 @@ def test_special_tokens_are_what_a_template_writes_around_messages(template: str
 # The command
 
 
-def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["code=text:small:1", "notes=records:records.jsonl:1", "talk=chat:talks.jsonl:2"]
-    flags = [
-        "--size",
-        "330",
-        "--out",
-        "new/tokenizer.json",
-        "--chat-template",
-        "chatml.jinja",
-        "--field",
-        "body",
-    ]
-    assert main(["data", "tokenizer", *words, *flags]) == 0
-    out = capsys.readouterr().out
+def test_the_command_writes_a_tokenizer_that_a_run_uses() -> None:
+    mix = "code=text:small:1 notes=records:records.jsonl:1 talk=chat:talks.jsonl:2"
+    flags = "--size 330 --out new/tokenizer.json --chat-template chatml.jinja --field body"
+    done = command("data tokenizer", mix, flags)
+    assert done.code == 0
     encoder = Subwords(Path("new/tokenizer.json"))
     assert encoder.find("<|endoftext|>") == encoder.separator
     for token in ("<|im_start|>", "<|im_end|>"):
         assert encoder.encode([token.encode()])[0].tolist() == [encoder.find(token)]
-    command = shlex.split(out.partition("use it with")[2].replace("\\\n", " "))
-    tiny = "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 32"
-    assert Path(command[0]).name == "mupax"
-    assert command[1:3] == ["train", "lm-tiny"]
-    assert main([*command[1:], *tiny.split(), "--dry-run"]) == 0
-    assert "330" in command
-    capsys.readouterr()
+    program, *words = shlex.split(done.out.partition("use it with")[2].replace("\\\n", " "))
+    assert Path(program).name == "mupax"
+    assert words[:2] == ["train", "lm-tiny"]
+    assert "330" in words
+    tiny = (
+        "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 "
+        "--model.num-heads 2 --model.seq-len 32 --dry-run"
+    )
+    output(shlex.join(words), tiny)
     assert not [path for path in Path("new").iterdir() if path.name != "tokenizer.json"]
     # The tokens are those of a run with bpe:SIZE over the same mixture.
-    one = load(*words, field="body")
-    other = load(*words, field="body", tokenizer="new/tokenizer.json")
+    one = load(*mix.split(), field="body")
+    other = load(*mix.split(), field="body", tokenizer="new/tokenizer.json")
     np.testing.assert_array_equal(one.train_batch(0)["inputs"], other.train_batch(0)["inputs"])
-    assert main(["data", "tokenizer", *words, *flags]) == 2
-    assert "new/tokenizer.json" in capsys.readouterr().err
+    assert "new/tokenizer.json" in refusal("data tokenizer", mix, flags)
 
 
-def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "tokenizer", "text:small", "--size", "257", "--out", "bytes.json"]) == 0
+def test_plain_sources_are_read_once_each() -> None:
+    output("data tokenizer text:small --size 257 --out bytes.json")
     assert Subwords(Path("bytes.json")).vocab_size == 257
-    capsys.readouterr()
-    assert (
-        main(["data", "tokenizer", "text:small", "text:large", "--size", "280", "--out", "t.json"])
-        == 0
-    )
+    text = output("data tokenizer text:small text:large --size 280 --out t.json")
     pieces = "".join(Subwords(Path("t.json")).pieces()[257:])
     assert "z" in pieces
     assert "m" in pieces
-    assert "--data.name text:small --data.tokenizer t.json" in capsys.readouterr().out
+    assert "--data.name text:small --data.tokenizer t.json" in text
 
 
 @pytest.mark.parametrize(
@@ -309,22 +249,17 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
         ("text:latin.txt --size 300 --out t.json", "add --on-broken skip"),
     ],
 )
-def test_bad_input_of_the_command_is_one_message(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("latin.txt").write_bytes("naïve text\n".encode("latin-1") * 50)
-    assert main(["data", "tokenizer", *words.split()]) == 2
-    text = " ".join(capsys.readouterr().err.split())
-    assert message in text
-    assert "--data." not in text, "these are flags of a run"
+def test_bad_input_of_the_command_is_one_message(words: str, message: str) -> None:
+    write("latin.txt", "naïve text\n".encode("latin-1") * 50)
+    printed = refusal("data tokenizer", words)
+    assert message in printed
+    assert "--data." not in printed, "these are flags of a run"
     assert not Path("t.json").exists()
 
 
-def test_broken_texts_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [json.dumps({"text": f"some words {number}"}) for number in range(50)]
-    Path("odd.jsonl").write_text("\n".join([*lines, '{"text": null}']))
-    words = "records:odd.jsonl --size 258 --out odd.json"
-    assert main(["data", "tokenizer", *words.split()]) == 2
-    assert "add --on-broken skip" in " ".join(capsys.readouterr().err.split())
-    assert main(["data", "tokenizer", *words.split(), "--on-broken", "skip"]) == 0
-    assert "left out, as broken: 1 record: odd.jsonl line 51" in capsys.readouterr().out
+def test_broken_texts_are_left_out_and_counted() -> None:
+    write_texts("odd.jsonl", [*(f"some words {number}" for number in range(50)), None])
+    words = "data tokenizer records:odd.jsonl --size 258 --out odd.json"
+    assert "add --on-broken skip" in refusal(words)
+    text = output(words, "--on-broken skip")
+    assert "left out, as broken: 1 record: odd.jsonl line 51" in text
