@@ -257,8 +257,6 @@ def test_blocks_are_sizes_along_each_axis() -> None:
             {"muon_scale": "measured", "muon_blocks": "heads-unscaled"},
             "whatever the factor of heads; write muon_blocks=heads",
         ),
-        ({"muon_blocks": "head"}, "write matrix, heads, heads-unscaled or tiles"),
-        ({"muon_shape": "own"}, "write base or absolute"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(
