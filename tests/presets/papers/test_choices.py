@@ -22,7 +22,7 @@ from mupax.presets.roles import VECTORS, with_value_dim
 from mupax.presets.rule import ONE, axis
 from tests.fixtures.commands import command, output
 from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
-from tests.presets.specs import growth
+from tests.presets.specs import STABLE, assert_growth, growth
 
 pytestmark = pytest.mark.core
 
@@ -142,17 +142,18 @@ def test_a_readout_of_width_half_starts_larger_and_trains_at_the_same_rate(optim
 @pytest.mark.parametrize("limit", ["heads", "head_dim"])
 def test_limits_of_a_readout_of_width_half(limit: str, optimizer: str):
     """Features move as under -1; the output starts at order one, and its first change is larger by the readout's start."""
-    usual, louder = presets.get("mup"), presets.get("mup", readout_width=-0.5)
-    for row in ("change of the stream", "change of v, MLP entries", "change of attention logits"):
-        assert growth(usual, row, limit, optimizer) == (0, "stable")
-        assert growth(louder, row, limit, optimizer) == (0, "stable")
-    assert growth(usual, "output", limit, optimizer) == (-0.5, "vanishes")
-    assert growth(louder, "output", limit, optimizer) == (0, "stable")
-    assert growth(usual, "change of the output", limit, optimizer) == (0, "stable")
-    assert growth(louder, "change of the output", limit, optimizer) == (0.5, "explodes")
+    features = {
+        "change of the stream": STABLE,
+        "change of v, MLP entries": STABLE,
+        "change of attention logits": STABLE,
+    }
+    usual = {**features, "output": (-0.5, "vanishes"), "change of the output": STABLE}
+    assert_growth(presets.get("mup"), limit, usual, optimizer)
+    louder = {**features, "output": STABLE, "change of the output": (0.5, "explodes")}
     if optimizer == "adam":
         for group in ("embedding", "block", "readout"):
-            assert growth(louder, f"gradient over eps, {group}", limit) == (0, "stable")
+            louder[f"gradient over eps, {group}"] = STABLE
+    assert_growth(presets.get("mup", readout_width=-0.5), limit, louder, optimizer)
 
 
 def test_an_embedding_rate_of_width_half():

@@ -184,11 +184,6 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
         assert first.weight_decay == pytest.approx(FANS[key]), key
         assert first.lr * first.weight_decay == pytest.approx(L**-0.5), key
         assert second.weight_decay == pytest.approx(FANS[key] * L**0.5), key
-    with pytest.raises(
-        PresetError,
-        match=r"completep: eps_scope=all is not a choice; write blocks, everywhere or completed",
-    ):
-        presets.get("completep", eps_scope="all")
 
 
 @pytest.mark.parametrize("exponent", [0.0, -0.5, -1.0])
@@ -321,52 +316,34 @@ def test_sp_layerwise_rows():
 @pytest.mark.parametrize(
     ("name", "optimizer", "why"),
     [
-        (
-            "ntk",
-            "muon",
-            r"\(the paper has SGD and AdamW\); it has one for adamw, adam, sgd, momentum",
-        ),
-        ("hybrid", "lion", r"\(the paper has SGD and AdamW\)"),
-        ("u-mup", "sgd", r"\(the paper has Adam only\); it has one for adamw, adam"),
-        ("u-mup", "muon", r"\(the paper has Adam only\)"),
-        ("spectral", "lion", r"\(the paper has no rule for sign updates\)"),
-        ("sp-layerwise", "muon", r"\(the paper has SGD and Adam\)"),
-        ("mup", "adafactor", r"'adafactor'; it has one for"),
+        ("ntk", "muon", r" \(the paper has SGD and AdamW\); it has one for adamw, adam, sgd, momentum"),
+        ("hybrid", "lion", r" \(the paper has SGD and AdamW\)"),
+        ("u-mup", "sgd", r" \(the paper has Adam only\); it has one for adamw, adam"),
+        ("u-mup", "muon", r" \(the paper has Adam only\)"),
+        ("spectral", "lion", r" \(the paper has no rule for sign updates\)"),
+        ("sp-layerwise", "muon", r" \(the paper has SGD and Adam\)"),
+        ("mup", "adafactor", "; it has one for"),
     ],
-)
+)  # fmt: skip
 def test_an_optimizer_without_a_rule_is_refused_with_the_reason(
     name: str, optimizer: str, why: str
 ):
-    with pytest.raises(
-        PresetError, match=rf"{name} has no rule for the optimizer '{optimizer}'.*{why}|{why}"
-    ):
+    message = f"{name} has no rule for the optimizer '{optimizer}'{why}"
+    with pytest.raises(PresetError, match=message):
         presets.get(name).scales(TOKEN, BIG, optimizer)
 
 
-def test_what_cannot_be_is_refused():
-    for wrong, text in {
-        lambda: presets.get(
-            "u-mup", base=BASE
-        ): r"u-mup has no base: its numbers are absolute; leave the base out",
-        lambda: presets.get("u-mup").scales(
-            TIED, BIG
-        ): r"u-mup: a tied readout would need two rates, D\^-0.5 as embedding and 1",
-        lambda: presets.get("sp-layerwise").scales(
-            TIED, BIG
-        ): r"sp-layerwise: a tied readout would need two rates",
-        lambda: presets.get("u-mup", form="table-9").scales(
-            TOKEN, BIG
-        ): r"u-mup has no table-9 form: it has no SGD rates",
-        lambda: presets.get(
-            "ntk", s=2.0
-        ): r"ntk: s=2 is outside \[0, 1\]; write 0 \(neural tangent\) to 1",
-        lambda: presets.get(
-            "ntk", init="normal"
-        ): r"ntk: init=normal is not a choice; write paper or fan-in",
-        lambda: presets.get("u-mup", alpha_res=0.0): r"u-mup: alpha_res=0 must be positive",
-    }.items():
-        with pytest.raises(PresetError, match=text):
-            wrong()
+@pytest.mark.parametrize(
+    ("name", "form", "spec", "message"),
+    [
+        ("u-mup", None, TIED, r"u-mup: a tied readout would need two rates, D\^-0.5 as embedding and 1"),
+        ("sp-layerwise", None, TIED, "sp-layerwise: a tied readout would need two rates"),
+        ("u-mup", "table-9", TOKEN, "u-mup has no table-9 form: it has no SGD rates"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(name: str, form: Any, spec: ParamSpec, message: str):
+    with pytest.raises(PresetError, match=message):
+        presets.get(name, form=form).scales(spec, BIG)
 
 
 @pytest.mark.parametrize(
@@ -378,18 +355,13 @@ def test_a_tied_array_has_one_rate_and_one_eps(name: str):
     sp is left out: it has one rate for everything, and its tied readout is a multiplier D^-1/2 on the std-1 table.
     """
     preset = presets.get(name, base=BASE)
-    for optimizer in set(preset.optimizers) & {"adam", "sgd"}:
-        family = preset.family(optimizer)
-        token = preset.rule(TOKEN)
-        readout = preset.with_form("readout-multiplier").row(READOUT)
-        finite = dict.fromkeys(("classes", "vocab"), 0.0)
-        for axis in ("embed", "head_dim", "layers"):
-            growth = {axis: 1.0, **finite}
-            assert token.lr(family).growth(growth) == readout.lr(family).growth(growth), (
-                optimizer,
-                axis,
-            )
-            assert token.eps.growth(growth) == readout.eps.growth(growth), (optimizer, axis)
-        assert preset.rule(TIED).multiplier.growth({"embed": 1.0}) == readout.multiplier.growth(
-            {"embed": 1.0}
-        )
+    token = preset.rule(TOKEN)
+    readout = preset.with_form("readout-multiplier").row(READOUT)
+    for axis in ("embed", "head_dim", "layers"):
+        growth = {axis: 1.0, "classes": 0.0, "vocab": 0.0}
+        assert token.eps.growth(growth) == readout.eps.growth(growth), axis
+        for family in {"adam", "sgd"} - preset.no_rule.keys():
+            lr = readout.lr(family).growth(growth)
+            assert token.lr(family).growth(growth) == lr, (family, axis)
+    multiplier = readout.multiplier.growth({"embed": 1.0})
+    assert preset.rule(TIED).multiplier.growth({"embed": 1.0}) == multiplier
