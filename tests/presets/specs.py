@@ -60,5 +60,5 @@ def assert_growth(
 ) -> None:
     """Assert the exponent and the verdict of some observables in a limit."""
     table = verdicts(preset, optimizer)
-    found = {row: (table[row][limit].exponent, table[row][limit].verdict) for row in expected}
-    assert found == expected
+    entries = {row: (table[row][limit].exponent, table[row][limit].verdict) for row in expected}
+    assert entries == expected

@@ -109,53 +109,46 @@ def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: fl
     assert timescale(0.01, 0.1, 4000) == pytest.approx(0.25)
 
 
-def test_the_rule_of_the_beta_agrees_with_a_fixed_half_life_to_first_order():
-    for b2 in (0.999, 0.9999):
-        linear = ours("sde", grown(4), {**BASE, "b2": b2})["b2"]
-        exact = b2**4
-        assert 1 - linear == pytest.approx(1 - exact, rel=3 * (1 - b2))
-
-
-def test_noise_and_drift_of_adam_are_kept():
-    """The time of the SDE is lr^2 times steps, and the betas average over so much of it: both stay."""
-    values = ours("sde", grown(4))
-    for number in ("b1", "b2"):
-        assert values["peak_lr"] ** 2 / (1 - values[number]) == pytest.approx(
-            BASE["peak_lr"] ** 2 / (1 - BASE[number])
-        )
-    # A quarter of the steps, the same time.
-    assert values["peak_lr"] ** 2 / 4 == pytest.approx(BASE["peak_lr"] ** 2)
-
-
-def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
-    with pytest.raises(PresetError) as error:
-        scaled(name, ratios, optimizer, {**BASE, **numbers})
-    return str(error.value)
-
-
 def test_flags_take_the_rules_that_can_be_applied():
     flag = get_type_hints(PresetConfig, include_extras=True)["joint"]
     assert [*get_args(Applied)] == [*APPLIED, *OF_MUON] == [*get_args(get_args(flag)[0])]
 
 
-def test_refusals_name_the_rule_and_what_to_write():
-    assert "sde cannot go to 10 times the base's batch" in refusal("sde", grown(10.001))
-    assert "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)" in refusal("sde", grown(16))
-    assert "below 10, or a base nearer" in refusal("sde", grown(16))
-    assert "b2 would be" in refusal("complete-d", grown(1, 0.04), b1=0.99)
-    for optimizer in ("sgd", "momentum", "muon", "lion"):
-        assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal(
-            "sde", grown(2), optimizer
-        )
-    assert scaled("none", grown(2), "muon", BASE) == BASE
+@pytest.mark.parametrize(
+    ("name", "ratios", "numbers", "message"),
+    [
+        ("sde", grown(10.001), {}, "sde cannot go to 10 times the base's batch"),
+        ("sde", grown(16), {}, "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)"),
+        ("sde", grown(16), {}, "below 10, or a base nearer"),
+        ("complete-d", grown(1, 0.04), {"b1": 0.99}, "b2 would be"),
+    ],
+)
+def test_a_beta_outside_of_0_to_1_is_refused(
+    name: str, ratios: dict[str, float], numbers: dict[str, float], message: str
+):
+    with pytest.raises(PresetError, match=re.escape(message)):
+        ours(name, ratios, {**BASE, **numbers})
+
+
+def test_control_betas_just_inside_are_taken():
+    ours("sde", grown(9.99))
+    ours("sde", grown(1), {**BASE, "b1": 0.0})
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "muon", "lion"])
+def test_a_rule_of_adam_is_for_no_other_optimizer(optimizer: str):
+    message = f"the joint rule sde is for adam and says nothing about {optimizer}"
+    with pytest.raises(PresetError, match=message):
+        scaled("sde", grown(2), optimizer, BASE)
+    assert scaled("none", grown(2), optimizer, BASE) == BASE
+
+
+def test_a_name_of_no_applied_rule_is_refused():
     with pytest.raises(PresetError, match="sde3 does not exist; did you mean sde"):
         rule("sde3")
-    with pytest.raises(
-        PresetError, match="step-law is only shown, beside rules that contradict it"
-    ):
+    message = "step-law is only shown, beside rules that contradict it"
+    with pytest.raises(PresetError, match=message):
         rule("step-law")
-    scaled("sde", grown(9.99), "adamw", BASE)  # the control: just inside
-    scaled("sde", grown(1), "adamw", {**BASE, "b1": 0.0})
 
 
 def test_cautions_are_said_outside_the_tested_range_only():

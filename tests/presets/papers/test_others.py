@@ -28,10 +28,18 @@ GAIN, FINAL_GAIN, VALUE_BIAS = (SPECS[n] for n in ("norm_gain", "final_gain", "v
 TIED = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
 FANS = {**dict.fromkeys(MATRICES, D), "attention_out": NH, "mlp_out": F}
 OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
-_OTHERS = ("token", "position", "patch", "final_gain", "value_bias", "readout", "readout_bias")
+_NOT_MATRICES = (
+    "token",
+    "position",
+    "patch",
+    "final_gain",
+    "value_bias",
+    "readout",
+    "readout_bias",
+)
 ALL = {
     **MATRICES,
-    **{name: SPECS[name] for name in _OTHERS},
+    **{name: SPECS[name] for name in _NOT_MATRICES},
     "gain": GAIN,
     "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY),
     "gain_per_head": SPECS["head_gain"],

@@ -115,8 +115,8 @@ def test_a_start_at_zero_at_one_size_alone_is_wrong():
 
 def test_what_is_left_out_is_not_judged_and_said():
     def bare(contents: Contents) -> Contents:
-        kept = without(contents, "model").items()
-        entries = {name: without(entry, "lr", "wd", "eps") for name, entry in kept}
+        parameters = without(contents, "model").items()
+        entries = {name: without(entry, "lr", "wd", "eps") for name, entry in parameters}
         return {**entries, "model": {"head_dim": 4, "layers": 2}}
 
     done = shown(bare(SMALL), bare(LARGE))

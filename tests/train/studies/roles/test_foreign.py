@@ -196,7 +196,7 @@ def test_a_tied_table_that_tracing_refuses_passes(
             assert tied is not None
             return dataclasses.replace(tied, fan_in=("vocab",)) if tied_wrongly else tied
 
-    model = Bounded(**fields_of(config) | {"tied": True})
+    model = Bounded(**{**fields_of(config), "tied": True})
     monkeypatch.setitem(configs.CONFIGS, "lm-bounded", model)
     roles = command("models roles lm-bounded")
     assert roles.code == 1
