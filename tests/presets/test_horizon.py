@@ -9,11 +9,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.presets import PresetError
 from mupax.presets.horizon import COLUMNS, RULES, Applied, rule
 from mupax.presets.joint import NUMBERS, scaled, timescale
 from mupax.train.config.run import PresetConfig
+from tests.fixtures.commands import command, output
 
 pytestmark = pytest.mark.core
 
@@ -109,75 +109,59 @@ def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: fl
     assert timescale(0.01, 0.1, 4000) == pytest.approx(0.25)
 
 
-def test_the_rule_of_the_beta_agrees_with_a_fixed_half_life_to_first_order():
-    for b2 in (0.999, 0.9999):
-        linear = ours("sde", grown(4), {**BASE, "b2": b2})["b2"]
-        exact = b2**4
-        assert 1 - linear == pytest.approx(1 - exact, rel=3 * (1 - b2))
-
-
-def test_noise_and_drift_of_adam_are_kept():
-    """The time of the SDE is lr^2 times steps, and the betas average over so much of it: both stay."""
-    values = ours("sde", grown(4))
-    for number in ("b1", "b2"):
-        assert values["peak_lr"] ** 2 / (1 - values[number]) == pytest.approx(
-            BASE["peak_lr"] ** 2 / (1 - BASE[number])
-        )
-    assert values["peak_lr"] ** 2 / 4 == pytest.approx(
-        BASE["peak_lr"] ** 2
-    )  # a quarter of the steps, the same time
-
-
-def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
-    with pytest.raises(PresetError) as error:
-        scaled(name, ratios, optimizer, {**BASE, **numbers})
-    return str(error.value)
-
-
 def test_flags_take_the_rules_that_can_be_applied():
-    assert (
-        [*get_args(Applied)]
-        == [*APPLIED, *OF_MUON]
-        == [*get_args(get_args(get_type_hints(PresetConfig, include_extras=True)["joint"])[0])]
-    )
+    flag = get_type_hints(PresetConfig, include_extras=True)["joint"]
+    assert [*get_args(Applied)] == [*APPLIED, *OF_MUON] == [*get_args(get_args(flag)[0])]
 
 
-def test_refusals_name_the_rule_and_what_to_write():
-    assert "sde cannot go to 10 times the base's batch" in refusal("sde", grown(10.001))
-    assert "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)" in refusal("sde", grown(16))
-    assert "below 10, or a base nearer" in refusal("sde", grown(16))
-    assert "b2 would be" in refusal("complete-d", grown(1, 0.04), b1=0.99)
-    for optimizer in ("sgd", "momentum", "muon", "lion"):
-        assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal(
-            "sde", grown(2), optimizer
-        )
-    assert scaled("none", grown(2), "muon", BASE) == BASE
+@pytest.mark.parametrize(
+    ("name", "ratios", "numbers", "message"),
+    [
+        ("sde", grown(10.001), {}, "sde cannot go to 10 times the base's batch"),
+        ("sde", grown(16), {}, "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)"),
+        ("sde", grown(16), {}, "below 10, or a base nearer"),
+        ("complete-d", grown(1, 0.04), {"b1": 0.99}, "b2 would be"),
+    ],
+)
+def test_a_beta_outside_of_0_to_1_is_refused(
+    name: str, ratios: dict[str, float], numbers: dict[str, float], message: str
+):
+    with pytest.raises(PresetError, match=re.escape(message)):
+        ours(name, ratios, {**BASE, **numbers})
+
+
+def test_control_betas_just_inside_are_taken():
+    ours("sde", grown(9.99))
+    ours("sde", grown(1), {**BASE, "b1": 0.0})
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "muon", "lion"])
+def test_a_rule_of_adam_is_for_no_other_optimizer(optimizer: str):
+    message = f"the joint rule sde is for adam and says nothing about {optimizer}"
+    with pytest.raises(PresetError, match=message):
+        scaled("sde", grown(2), optimizer, BASE)
+    assert scaled("none", grown(2), optimizer, BASE) == BASE
+
+
+def test_a_name_of_no_applied_rule_is_refused():
     with pytest.raises(PresetError, match="sde3 does not exist; did you mean sde"):
         rule("sde3")
-    with pytest.raises(
-        PresetError, match="step-law is only shown, beside rules that contradict it"
-    ):
+    message = "step-law is only shown, beside rules that contradict it"
+    with pytest.raises(PresetError, match=message):
         rule("step-law")
-    scaled("sde", grown(9.99), "adamw", BASE)  # the control: just inside
-    scaled("sde", grown(1), "adamw", {**BASE, "b1": 0.0})
 
 
 def test_cautions_are_said_outside_the_tested_range_only():
-    assert (
-        rule("sde").cautions(grown(16))
-        == rule("sde").cautions(grown(1 / 16))
-        == rule("none").cautions(grown(1))
-        == []
-    )
+    assert rule("sde").cautions(grown(16)) == rule("sde").cautions(grown(1 / 16)) == []
+    assert rule("none").cautions(grown(1)) == []
     (far,) = rule("sde").cautions(grown(17))
     assert "17 times the base's batch, and it was tested from 0.0625 to 16 times" in far
     assert "says nothing about tokens" in rule("sde").cautions(grown(1, 2))[0]
     assert "is not known" in rule("complete-d").cautions(grown(1, 2))[0]
 
 
-def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
-    assert main(["presets", "joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
-    out = capsys.readouterr().out
+def test_the_command_shows_every_rule():
+    out = output("presets joint --batch 8:64 --tokens 1:8")
     for name, joint_rule in RULES.items():
         assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3 + joint_rule.applied, name
         assert joint_rule.status in out
@@ -187,26 +171,19 @@ def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
         "caution: the joint rule sde: 8 times the base's tokens, and it says nothing about tokens"
         in out
     )
-    assert main(["presets", "joint", "--batch", "8:128"]) == 0
-    assert "b1 would be 1 - 16 x 0.1" in capsys.readouterr().out
-    assert main(["presets", "joint", "--batch", "8:128", "--b1", "0.95", "--b2", "0.99"]) == 0
-    assert "would be" not in capsys.readouterr().out
-    assert main(["presets", "joint", "--json", "--batch", "1:4"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"], rows["linear"]["eps"]) == (
-        "B^0.5",
-        0.5,
-        None,
-    )
+    far = "presets joint --batch 8:128"
+    assert "b1 would be 1 - 16 x 0.1" in output(far)
+    assert "would be" not in output(far, "--b1 0.95 --b2 0.99")
+    rows = {row["name"]: row for row in json.loads(output("presets joint --json --batch 1:4"))}
+    assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"]) == ("B^0.5", 0.5)
+    assert rows["linear"]["eps"] is None
 
 
 @pytest.mark.parametrize("text", ["8", "8:x", "0:4", "1:inf", "8:64:2", ""])
-def test_the_command_refuses_what_is_no_ratio(text: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["presets", "joint", "--batch", text]) == 2
-    assert (
-        f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64"
-        in capsys.readouterr().err
-    )
+def test_the_command_refuses_what_is_no_ratio(text: str):
+    done = command(f"presets joint --batch '{text}'")
+    assert done.code == 2
+    assert f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64" in done.err
 
 
 def test_every_number_has_a_column_and_every_column_a_number():

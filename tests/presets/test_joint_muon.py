@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.presets import PresetError, joint
 from mupax.presets.analysis.joint_limits import observables, verdicts
 from mupax.presets.horizon import RULES, formula
 from mupax.presets.joint import path, scaled
+from tests.fixtures.commands import output
 from tests.presets.test_horizon import grown
 
 pytestmark = pytest.mark.core
@@ -60,17 +60,18 @@ def test_rules_of_adam_leave_a_second_peak_alone() -> None:
     assert "Adam part's lr" not in path(RULES["sde"], (8, 16), (1, 1), b1=0.9, b2=0.95)[0]
 
 
-def test_refusals_name_the_rule_that_fits() -> None:
-    with pytest.raises(
-        PresetError, match="is for adam and says nothing about muon; write joint comp"
-    ):
-        scaled("sde", grown(4.0, 1.0), "muon", BASE)
-    with pytest.raises(
-        PresetError, match="is for muon and says nothing about adamw; write joint sde"
-    ):
-        scaled(NAME, grown(4.0, 1.0), "adamw", BASE)
-    with pytest.raises(PresetError, match="b2 would be"):
-        scaled(NAME, grown(200.0, 1.0), "muon", BASE)
+@pytest.mark.parametrize(
+    ("name", "batch", "optimizer", "message"),
+    [
+        ("sde", 4.0, "muon", "is for adam and says nothing about muon; write joint comp"),
+        (NAME, 4.0, "adamw", "is for muon and says nothing about adamw; write joint sde"),
+        (NAME, 200.0, "muon", "b2 would be"),
+        ("sde", 4.0, "adamm", "no optimizer is named 'adamm'; write one of"),
+    ],
+)
+def test_refusals_name_what_fits(name: str, batch: float, optimizer: str, message: str) -> None:
+    with pytest.raises(PresetError, match=message):
+        scaled(name, grown(batch, 1.0), optimizer, BASE)
 
 
 def test_what_each_part_does_as_batch_and_tokens_grow() -> None:
@@ -108,40 +109,31 @@ def test_control_one_column_for_both_parts_moves_the_adam_part_too_far() -> None
     assert (own.exponent, own.verdict) == (0, "stable")
 
 
-def test_commands_show_both_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets", "joint", "--batch", "8:32", "--tokens", "1:16"]) == 0
-    out = capsys.readouterr().out
+def test_commands_show_both_columns() -> None:
+    out = output("presets joint --batch 8:32 --tokens 1:16")
     assert re.search(
         rf"(?m)^{NAME} +B\^0\.5 T\^-0\.3 +B\^0\.5 T\^-0\.5 +B\^-0\.5 T\^0\.5 +B +", out
     )
     assert re.search(rf"(?m)^{NAME} +0\.871 +0\.5 +2 +4 +4$", out)
     assert re.search(rf"(?m)^Adam part of {NAME} +1 +T\^0\.5 ", out)
 
-    assert main(["presets", "joint", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["name"]: row for row in json.loads(output("presets joint --json"))}
     assert (rows[NAME]["lr"], rows[NAME]["adam_lr"]) == ("B^0.5 T^-0.3", "B^0.5 T^-0.5")
     assert rows["sde"]["adam_lr"] is None
 
-    limits = ["presets", "limits", "mup", "--optimizer", "muon", "--joint", NAME]
-    assert main(limits) == 0
-    out = capsys.readouterr().out
+    limits = f"presets limits mup --optimizer muon --joint {NAME}"
+    out = output(limits)
     assert f"under the joint rule {NAME}\n" in out
     assert f"under the joint rule Adam part of {NAME}\n" in out
-    assert main([*limits, "--json"]) == 0
-    entries = json.loads(capsys.readouterr().out)
+    entries = json.loads(output(limits, "--json"))
     assert entries["displacement by noise"]["tokens"]["exponent"] == 0.2
     assert entries["displacement by noise, Adam part"]["tokens"]["exponent"] == 0
 
-    table = ["presets", "table", "mup", "--model", "lm-tiny", "--base", "lm-proxy"]
-    table += ["--optimizer", "muon", "--joint", NAME, "--batch", "8:32", "--tokens", "1:16"]
-    assert main(table) == 0
-    out = capsys.readouterr().out
+    table = f"presets table mup --model lm-tiny --base lm-proxy --optimizer muon --joint {NAME}"
+    out = output(table, "--batch 8:32 --tokens 1:16")
     assert "Adam part's lr" in out
-    last = out.rstrip().splitlines()[-1].split()
-    assert last[3:5] == ["0.8706", "0.5"]
+    assert out.rstrip().splitlines()[-1].split()[3:5] == ["0.8706", "0.5"]
 
 
-def test_an_unknown_optimizer_is_named() -> None:
+def test_no_rule_is_for_every_optimizer() -> None:
     assert joint.of("none", "adamm").name == "none"
-    with pytest.raises(PresetError, match="no optimizer is named 'adamm'; write one of"):
-        joint.of("sde", "adamm")

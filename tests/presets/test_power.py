@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 
@@ -32,24 +31,14 @@ def test_moved_is_the_table_of_section_1():
         change = getattr(moved, column) / getattr(rule, column)
         assert change.exponents == (("vocab", float(power)),), column
         assert change.coefficient == pytest.approx(3.0**power), column
-    ratios = {
-        "vocab": 2.0,
-        "embed": 5.0,
-        "mlp": 7.0,
-        "heads": 11.0,
-        "layers": 13.0,
-        "patch": 17.0,
-        "head_dim": 19.0,
-    }
+    axes = ("vocab", "embed", "mlp", "heads", "layers", "patch", "head_dim")
+    ratios = dict(zip(axes, (2.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0), strict=True))
     for family in ("adam", "sgd", "muon", "lion"):
-        first: Any
-        second: Any
-        first = rule.factors(ratios, {}, family, "coupled")
-        second = moved.factors(ratios, {}, family, "coupled")
-        assert first.lr * first.weight_decay == pytest.approx(second.lr * second.weight_decay)
-        first = rule.factors(ratios, {}, family, "independent")
-        second = moved.factors(ratios, {}, family, "independent")
-        assert first.weight_decay == second.weight_decay == 1
+        first, second = (row.factors(ratios, {}, family, "coupled") for row in (rule, moved))
+        pulls = [row.lr * row.weight_decay for row in (first, second)]  # pyright: ignore[reportOperatorIssue]
+        assert pulls[0] == pytest.approx(pulls[1])
+        for row in (rule, moved):
+            assert row.factors(ratios, {}, family, "independent").weight_decay == 1
 
 
 def test_tables_3_8_and_9_of_tensor_programs_5():
@@ -58,38 +47,17 @@ def test_tables_3_8_and_9_of_tensor_programs_5():
     hidden = ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",))
     readout = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
     bias = ParamSpec(role=Role.BIAS, axes=("mlp",), of=Role.HIDDEN)
+    native = {token: (0, 0, 1, 0), bias: (0, 0, 1, 0), hidden: (0, -0.5, 0, -1)}
+    moved = (0.5, -0.5, 0, -0.5)
     tables: dict[presets.Form, dict[ParamSpec, tuple]] = {
-        "plain": {
-            token: (0, 0, 1, 0),
-            bias: (0, 0, 1, 0),
-            readout: (0, -1, -1, -1),
-            hidden: (0, -0.5, 0, -1),
-        },
-        "readout-multiplier": {
-            token: (0, 0, 1, 0),
-            bias: (0, 0, 1, 0),
-            readout: (-1, 0, 1, 0),
-            hidden: (0, -0.5, 0, -1),
-        },
-        "table-9": {
-            token: (0.5, -0.5, 0, -0.5),
-            readout: (-0.5, -0.5, 0, -0.5),
-            hidden: (0, -0.5, 0, -1),
-        },
+        "plain": {**native, readout: (0, -1, -1, -1)},
+        "readout-multiplier": {**native, readout: (-1, 0, 1, 0)},
+        "table-9": {**native, token: moved, bias: moved, readout: (-0.5, -0.5, 0, -0.5)},
     }
-    tables["table-9"][bias] = (0.5, -0.5, 0, -0.5)
+    ones = dict.fromkeys(("embed", "mlp", "heads", "kv_heads", "head_dim"), 1)
     for (form, rows), width in itertools.product(tables.items(), (3, 7)):
-        preset = presets.get(
-            "mup", base={"embed": 1, "mlp": 1, "heads": 1, "kv_heads": 1, "head_dim": 1}, form=form
-        )
-        sizes = {
-            "embed": width,
-            "mlp": width,
-            "heads": 1,
-            "kv_heads": 1,
-            "head_dim": width,
-            "vocab": 5,
-        }
+        preset = presets.get("mup", base=ones, form=form)
+        sizes = {**ones, "embed": width, "mlp": width, "head_dim": width, "vocab": 5}
         for spec, exponents in rows.items():
             sgd, adam = (preset.factors(spec, sizes, name) for name in ("sgd", "adam"))
             factors = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
@@ -103,33 +71,21 @@ def test_mean_field_form_is_the_papers_model_block():
     h = 3
     depth = 7
     sizes = model.sizes()
-    specs = model.parameters()
+    specs = {k: spec for k, spec in model.parameters().items() if spec.role is not Role.BIAS}
     for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
         preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
-        adam = {
-            name: preset.scales(spec, sizes, "adam")
-            for name, spec in specs.items()
-            if spec.role is not Role.BIAS
-        }
-        sgd = {
-            name: preset.scales(spec, sizes, "sgd")
-            for name, spec in specs.items()
-            if spec.role is not Role.BIAS
-        }
-        multipliers = {
-            "value": (n * h) ** -0.5,
-            "out": (n * h) ** -0.5,
-            "query": n ** (aa - 1.5) * h**-0.5,
-            "key": n ** (aa - 1.5) * h**-0.5,
-        }
-        for name, multiplier in multipliers.items():
+        adam, sgd = (
+            {name: preset.scales(spec, sizes, optimizer) for name, spec in specs.items()}
+            for optimizer in ("adam", "sgd")
+        )
+        plain = ((n * h) ** -0.5, 1)
+        slow = (n ** (aa - 1.5) * h**-0.5, n ** (1 - aa))
+        for name, expected in {"value": plain, "out": plain, "query": slow, "key": slow}.items():
             scales = adam[f"block.attention.{name}"]
-            std = n ** (1 - aa) if name in ("query", "key") else 1
-            assert (scales.multiplier, scales.init_std) == pytest.approx((multiplier, std))
+            assert (scales.multiplier, scales.init_std) == pytest.approx(expected)
         assert adam["readout"].multiplier == pytest.approx(1 / (gamma0 * n * h))
+        adam_lr = (n * h) ** -0.5 * depth ** (al - 1)
+        sgd_lr = gamma0**2 * n * h * depth ** (2 * al - 1)
         for name, spec in specs.items():
             if spec.in_block and spec.fan_in:
-                assert adam[name].lr == pytest.approx((n * h) ** -0.5 * depth ** (al - 1)), name
-                assert sgd[name].lr == pytest.approx(gamma0**2 * n * h * depth ** (2 * al - 1)), (
-                    name
-                )
+                assert (adam[name].lr, sgd[name].lr) == pytest.approx((adam_lr, sgd_lr)), name

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from mupax import presets
-from mupax.__main__ import main
 from mupax.presets import PresetError
 from mupax.presets.analysis.desiderata import COLUMNS, ENCODED, GROWTHS, desiderata
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS
+from tests.fixtures.commands import output
 
 pytestmark = pytest.mark.core
 
@@ -84,11 +84,10 @@ def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
     assert cells["balance"].text("d_k") == cells["loss decay"].text("d_k") == "no rule for SGD"
 
 
-def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
-    assert main(["presets", "desiderata", "mup", "--constant", "key_start=query"]) == 0
-    assert [
-        line.split()[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("d_k")
-    ] == [["d_k", "can", "yes", "yes", "yes", "yes"]]
+def test_keys_that_start_as_queries_have_logits_of_order_one() -> None:
+    lines = output("presets desiderata mup --constant key_start=query").splitlines()
+    (row,) = (line.split() for line in lines if line.startswith("d_k"))
+    assert row[:6] == ["d_k", "can", "yes", "yes", "yes", "yes"]
     for preset, logits in ((presets.get("mup"), -0.5), (presets.get("mup", key_start="query"), 0)):
         limit = Limit(preset, "adam", LIMITS["head_dim"])
         assert limit.observables()["attention logits"] == logits
@@ -100,7 +99,6 @@ def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
         presets.get("depth-mup", alpha_a=0.5, key_start="query")
 
 
-def test_json_has_every_dimension(capsys) -> None:
-    for words, growths in (([], GROWTHS), (["--encoder"], ENCODED)):
-        assert main(["presets", "desiderata", "sp", "--json", *words]) == 0
-        assert json.loads(capsys.readouterr().out).keys() == growths.keys()
+@pytest.mark.parametrize(("flag", "growths"), [("", GROWTHS), ("--encoder", ENCODED)])
+def test_json_has_every_dimension(flag: str, growths) -> None:
+    assert json.loads(output("presets desiderata sp --json", flag)).keys() == growths.keys()

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from mupax import presets
-from mupax.__main__ import main
 from mupax.presets import ParamSpec, Preset, Role
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import EXPERT_LIMITS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, verdicts
 from mupax.presets.rule import Rule, axis
+from tests.fixtures.commands import output
 
 pytestmark = pytest.mark.core
 
@@ -119,8 +119,7 @@ def test_control_a_wrong_power_of_each_role_is_seen(
         assert wrong in _wrong(_broken(role, change), "adam")
 
 
-def test_the_command_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets", "limits", "mup", "--experts"]) == 0
-    printed = capsys.readouterr().out
+def test_the_command_shows_them() -> None:
+    printed = output("presets limits mup --experts")
     assert "expert_dim (m)" in printed
     assert "change of router's scores" in printed

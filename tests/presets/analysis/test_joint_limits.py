@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.presets.analysis.joint_limits import OBSERVABLES, observables, troubles, verdicts
 from mupax.presets.horizon import COLUMNS, RULES, formula
 from mupax.presets.joint import path, scaled
 from mupax.presets.rule import ONE, axis
+from tests.fixtures.commands import command, output
 
 pytestmark = pytest.mark.core
 
@@ -57,24 +57,18 @@ def test_powers_are_those_of_the_numbers_that_the_rule_gives(name: str):
         } == pytest.approx(expected)
 
 
-def test_what_goes_how_under_each_rule():
-    powers = {
-        name: [formula(power) for power in observables(RULES[name]).values()]
-        for name in ("none", "sde", "complete-d")
-    }
-    assert powers["sde"] == ["T^0.5", "T", "T", "T^-1", "T^-1", "1", "1"]
-    # Noise of a batch does not depend on T, and more tokens tell more: as the source has it.
-    assert powers["complete-d"] == ["1", "T^0.5", "1", "1", "1", "T^0.5", "1"]
-    # The control: nothing stays where the numbers are left alone.
-    assert powers["none"] == [
-        "B^-0.5 T^0.5",
-        "B^-0.5 T",
-        "B^-1 T",
-        "B T^-1",
-        "B T^-1",
-        "B^0.5",
-        "B T^-1",
-    ]
+@pytest.mark.parametrize(
+    ("name", "powers"),
+    [
+        ("sde", ["T^0.5", "T", "T", "T^-1", "T^-1", "1", "1"]),
+        # Noise of a batch does not depend on T, and more tokens tell more: as the source has it.
+        ("complete-d", ["1", "T^0.5", "1", "1", "1", "T^0.5", "1"]),
+        # The control: nothing stays where the numbers are left alone.
+        ("none", ["B^-0.5 T^0.5", "B^-0.5 T", "B^-1 T", "B T^-1", "B T^-1", "B^0.5", "B T^-1"]),
+    ],
+)
+def test_what_goes_how_under_each_rule(name: str, powers: list[str]):
+    assert [formula(power) for power in observables(RULES[name]).values()] == powers
 
 
 def test_words():
@@ -156,48 +150,35 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
     assert [row["batch"] for row in rows(batch=(8, 1), b1=0.99)] == [8, 4, 2, 1]
 
 
-def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
-    assert main(["presets", "limits", "mup", "--joint", "sde"]) == 0
-    out = capsys.readouterr().out
+def test_limits_and_table_have_both_axes():
+    out = output("presets limits mup --joint sde")
     assert re.search(r"(?m)^displacement by noise +stable +explodes T\^0\.5$", out)
     assert (
         "holds while B (1 - b1) < 1 and B (1 - b2) < 1, and for a batch well below the noise scale"
         in out
     )
-    assert main(["presets", "limits", "mup", "--json"]) == 0
-    entries = json.loads(capsys.readouterr().out)
+    entries = json.loads(output("presets limits mup --json"))
     assert entries["drift"]["batch"] == {"exponent": -0.5, "verdict": "frozen"}
     assert entries["residual stream"]["heads"]["verdict"] == "stable"
-    assert main(["presets", "limits", "mup", "--optimizer", "sgd"]) == 0  # of Adam alone
-    assert "drift" not in capsys.readouterr().out
-    table = ["table", "mup", "--model", "lm-tiny", "--joint", "sde", "--batch", "8:64"]
-    assert main(["presets", *table]) == 0
+    # Joint rules are of Adam alone.
+    assert "drift" not in output("presets limits mup --optimizer sgd")
+    table = "presets table mup --model lm-tiny --joint sde --batch 8:64"
     assert re.search(
-        r"(?m)^ +64 +1 +0\.125 +2\.828 +2\.828 +0\.3536 +8 +8 +0\.125 +1 +yes$",
-        capsys.readouterr().out,
+        r"(?m)^ +64 +1 +0\.125 +2\.828 +2\.828 +0\.3536 +8 +8 +0\.125 +1 +yes$", output(table)
     )
-    assert main(["presets", *table, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["joint"][-1]["tau"] == pytest.approx(1)
+    assert json.loads(output(table, "--json"))["joint"][-1]["tau"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "limits mup --joint sde --optimizer sgd",
-            "the joint rule sde is for adam and says nothing about sgd",
-        ),
-        (
-            "limits mup --joint sdf",
-            "--joint needs one of 'complete-d', 'completed-muon', 'none', 'sde', not 'sdf'",
-        ),
-        (
-            "table mup --model lm-tiny --joint sde --batch 8",
-            "--batch is 8; write FROM:TO with two numbers above 0",
-        ),
+        ("limits mup --joint sde --optimizer sgd", "the joint rule sde is for adam and says nothing about sgd"),
+        ("limits mup --joint sdf", "--joint needs one of 'complete-d', 'completed-muon', 'none', 'sde', not 'sdf'"),
+        ("table mup --model lm-tiny --joint sde --batch 8", "--batch is 8; write FROM:TO with two numbers above 0"),
         ("table mup --model lm-tiny --joint sde --optimizer muon", "says nothing about muon"),
     ],
-)
-def test_what_does_not_fit_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["presets", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(words: str, message: str):
+    done = command("presets", words)
+    assert done.code == 2
+    assert message in done.err

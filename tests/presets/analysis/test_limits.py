@@ -12,38 +12,44 @@ from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS, SPECS
 from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
 from mupax.presets.rule import ONE, axis
-from tests.presets.specs import growth
+from tests.presets.specs import STABLE, assert_growth, growth
 
 pytestmark = pytest.mark.core
 
 N = "head_dim"
 H = "heads"
 L = "depth"
+OPTIMIZERS = ("adam", "sgd", "muon", "lion")
+EXPLODES = (0.5, "explodes")
+VANISHES = (-0.5, "vanishes")
+FROZEN = (-0.5, "frozen")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_alpha_a_1_starts_without_logits_moves_q_and_k_and_collapses_heads(optimizer: str):
-    mup = presets.get("mup")
-    assert growth(mup, "attention logits", N, optimizer) == (-0.5, "heads collapse")
-    assert growth(mup, "change of q, k entries", N, optimizer) == (0, "stable")
-    assert growth(mup, "change of attention logits", N, optimizer) == (0, "stable")
+    expected = {
+        "attention logits": (-0.5, "heads collapse"),
+        "change of q, k entries": STABLE,
+        "change of attention logits": STABLE,
+    }
+    assert_growth(presets.get("mup"), N, expected, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_alpha_a_half_starts_with_logits_and_moves_them_by_small_q_and_k(optimizer: str):
-    half = presets.get("mup-half")
-    assert growth(half, "attention logits", N, optimizer) == (0, "stable")
-    assert growth(half, "change of q, k entries", N, optimizer) == (-0.5, "vanishes")
-    assert growth(half, "change of attention logits", N, optimizer) == (0, "stable")
+    expected = {
+        "attention logits": STABLE,
+        "change of q, k entries": VANISHES,
+        "change of attention logits": STABLE,
+    }
+    assert_growth(presets.get("mup-half"), N, expected, optimizer)
 
 
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
 def test_initial_variance_of_logits_over_heads(alpha_a: float):
     """N^(1-2aa): slopes 0, -1/2, -1."""
-    assert (
-        growth(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0]
-        == 1 - 2 * alpha_a
-    )
+    preset = presets.get("mup", alpha_a=alpha_a)
+    assert growth(preset, "variance of attention over heads", N)[0] == 1 - 2 * alpha_a
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,8 @@ def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(
 def test_heads_to_infinity_is_stable_and_heads_stay_different(alpha_a: float, optimizer: str):
     preset = presets.get("mup", alpha_a=alpha_a)
     assert wrong(preset, optimizer)[H] == []
-    assert growth(preset, "attention logits", H, optimizer) == (0, "stable")
-    assert growth(preset, "change of the output", H, optimizer) == (0, "stable")
+    expected = {"attention logits": STABLE, "change of the output": STABLE}
+    assert_growth(preset, H, expected, optimizer)
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 1.0])
@@ -87,84 +93,75 @@ def test_the_residual_kernel_converges_with_squared_error_1_over_heads(
 def test_activations_start_at_one_scale_in_every_size(name: str):
     preset = presets.get(name)
     for limit in LIMITS:
-        assert growth(preset, "entries of q, k, v, MLP", limit, preset.optimizers[0]) == (
-            0,
-            "stable",
-        )
+        expected = {"entries of q, k, v, MLP": STABLE}
+        assert_growth(preset, limit, expected, preset.optimizers[0])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_alpha_l_half_keeps_a_brownian_term_and_freezes_inner_layers(optimizer: str):
     preset = presets.get("depth-mup", alpha_l=0.5)
-    assert growth(preset, "all blocks' share of the stream", L, optimizer) == (0, "stable")
-    assert growth(preset, "one block's share of the stream", L, optimizer)[0] == -0.5
-    assert growth(preset, "change of q, k entries", L, optimizer)[0] == -0.5
-    for row in ("weight movement, block", "change of v, MLP entries", "change of attention logits"):
-        assert growth(preset, row, L, optimizer) == (-0.5, "frozen"), row
-    for row in ("change of the stream", "change of the output"):  # all blocks together still learn
-        assert growth(preset, row, L, optimizer) == (0, "stable"), row
+    expected = {
+        "all blocks' share of the stream": STABLE,
+        "one block's share of the stream": (-0.5, "stable"),
+        "change of q, k entries": VANISHES,
+        "weight movement, block": FROZEN,
+        "change of v, MLP entries": FROZEN,
+        "change of attention logits": FROZEN,
+        # All blocks together still learn.
+        "change of the stream": STABLE,
+        "change of the output": STABLE,
+    }
+    assert_growth(preset, L, expected, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_alpha_l_1_has_no_brownian_term_and_every_weight_moves(optimizer: str):
+    expected = {"all blocks' share of the stream": VANISHES, "weight movement, q, k": STABLE}
     for preset in (presets.get("depth-mup", alpha_l=1.0), presets.get("completep")):
-        assert growth(preset, "all blocks' share of the stream", L, optimizer) == (-0.5, "vanishes")
+        assert_growth(preset, L, expected, optimizer)
         assert wrong(preset, optimizer)[L] == []
-        assert growth(preset, "weight movement, q, k", L, optimizer)[0] == 0
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 def test_squared_distance_through_the_stack(alpha_l: float):
     """|h^L - h^1|^2 goes as L^(1-2al): slopes 0, -1/2, -1."""
-    assert (
-        2
-        * growth(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0]
-        == 1 - 2 * alpha_l
-    )
+    preset = presets.get("depth-mup", alpha_l=alpha_l)
+    assert 2 * growth(preset, "all blocks' share of the stream", L)[0] == 1 - 2 * alpha_l
 
 
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_transfer_in_every_size_for_every_exponent(alpha_a: float, alpha_l: float, optimizer: str):
     """The best rate stays: output and logits move by Theta(1), eps and decay keep their meaning, in N, H and L."""
-    by_observable = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
+    table = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
+    over_eps = [row for row in table if row.startswith("gradient over eps")]
     for row in (
-        "residual stream",
-        "change of the stream",
-        "change of the output",
-        "lr * weight decay",
-    ):
-        assert {entry.exponent for entry in by_observable[row].values()} == {0}, row
+        "residual stream", "change of the stream", "change of the output", "lr * weight decay", *over_eps
+    ):  # fmt: skip
+        assert {entry.exponent for entry in table[row].values()} == {0}, row
     for limit in (N, H):
-        assert by_observable["change of attention logits"][limit].exponent == 0
-    over = {
-        entry.exponent
-        for row, at_ in by_observable.items()
-        if row.startswith("gradient over eps")
-        for entry in at_.values()
-    }
-    assert over <= {0}
+        assert table["change of attention logits"][limit].exponent == 0
 
 
-def test_no_depth_rule_explodes_with_depth():
-    for name in ("mup", "mup-half", "sp", "spectral"):
-        preset = presets.get(name)
-        assert growth(preset, "residual stream", L) == (0.5, "explodes")
-        assert growth(preset, "change of the stream", L) == (0.5, "explodes")
-        assert growth(preset, "change of the output", L)[1] == "explodes"
+@pytest.mark.parametrize("name", ["mup", "mup-half", "sp", "spectral"])
+def test_no_depth_rule_explodes_with_depth(name: str):
+    preset = presets.get(name)
+    expected = {"residual stream": EXPLODES, "change of the stream": EXPLODES}
+    assert_growth(preset, L, expected)
+    assert growth(preset, "change of the output", L)[1] == "explodes"
 
 
-def test_standard_parameterization_explodes_in_width():
-    for limit in (N, H):
-        for row in (
-            "change of attention logits",
-            "change of v, MLP entries",
-            "change of the output",
-            "weight movement, block",
-        ):
-            assert growth(presets.get("sp"), row, limit)[1] == "explodes", (row, limit)
-        assert growth(presets.get("sp"), "gradient over eps, block", limit)[1] == "vanishes"
+@pytest.mark.parametrize("limit", [N, H])
+def test_standard_parameterization_explodes_in_width(limit: str):
+    for row, verdict in {
+        "change of attention logits": "explodes",
+        "change of v, MLP entries": "explodes",
+        "change of the output": "explodes",
+        "weight movement, block": "explodes",
+        "gradient over eps, block": "vanishes",
+    }.items():
+        assert growth(presets.get("sp"), row, limit)[1] == verdict, row
 
 
 # Encoder-decoders
@@ -176,23 +173,20 @@ def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_late
     optimizer, alpha_l
 ):
     preset = presets.get("depth-mup", alpha_l=alpha_l)
-    assert growth(preset, "signal into an encoder, at first", L, optimizer) == (
-        0.5 - alpha_l,
-        "stable",
-    )
-    assert growth(preset, "signal into an encoder, aligned", L, optimizer) == (0, "stable")
+    first, aligned = "signal into an encoder, at first", "signal into an encoder, aligned"
+    assert_growth(preset, L, {first: (0.5 - alpha_l, "stable"), aligned: STABLE}, optimizer)
     for limit in (N, H):
-        assert growth(preset, "signal into an encoder, at first", limit, optimizer) == (0, "stable")
+        assert_growth(preset, limit, {first: STABLE}, optimizer)
 
 
 def test_without_a_depth_rule_what_comes_back_to_an_encoder_explodes_once_aligned():
+    first, aligned = "signal into an encoder, at first", "signal into an encoder, aligned"
     mup = presets.get("mup")
-    assert (
-        growth(mup, "signal into an encoder, at first", L)[0] == 0
-    )  # the stream grows as the sum does
-    assert growth(mup, "signal into an encoder, aligned", L)[0] == 0.5
+    # The stream grows as the sum does.
+    assert growth(mup, first, L)[0] == 0
+    assert growth(mup, aligned, L)[0] == 0.5
     unscaled = dataclasses.replace(presets.get("depth-mup", alpha_l=1.0), branch=ONE)
-    assert growth(unscaled, "signal into an encoder, at first", L)[0] == 0
+    assert growth(unscaled, first, L)[0] == 0
 
 
 def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
@@ -200,15 +194,13 @@ def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
 
     def rule(spec):
         row = preset.rule(spec)
-        return (
-            dataclasses.replace(row, init_std=row.init_std * axis("memory") ** 0.5)
-            if spec.part == "cross"
-            else row
-        )
+        if spec.part != "cross":
+            return row
+        return dataclasses.replace(row, init_std=row.init_std * axis("memory") ** 0.5)
 
     wide = dataclasses.replace(preset, rule=rule)
     assert growth(wide, "cross-attention logits", H)[1] == "explodes"
-    assert growth(wide, "attention logits", H) == (0, "stable")
+    assert growth(wide, "attention logits", H) == STABLE
 
 
 def test_an_encoder_has_its_own_depth():
@@ -224,17 +216,13 @@ def test_an_encoder_has_its_own_depth():
 @pytest.mark.parametrize(("name", "s"), [("ntk", 0.0), ("hybrid", 0.5), ("maximal-update", 1.0)])
 def test_effective_theory_goes_from_lazy_to_feature_learning(name: str, s: float):
     preset = presets.get(name)
+    verdict = "lazy" if s < 1 else "stable"
     for optimizer in ("adam", "sgd"):
         for limit in (N, H):
-            expected = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
-            assert growth(preset, "change of v, MLP entries", limit, optimizer) == expected, (
-                optimizer,
-                limit,
-            )
-        assert growth(preset, "change of the output", H, optimizer) == (0, "stable")
-        assert growth(preset, "change of the stream", H, optimizer)[1] == (
-            "lazy" if s < 1 else "stable"
-        )
+            expected = {"change of v, MLP entries": (s / 2 - 0.5, verdict)}
+            assert_growth(preset, limit, expected, optimizer)
+        assert growth(preset, "change of the output", H, optimizer) == STABLE
+        assert growth(preset, "change of the stream", H, optimizer)[1] == verdict
 
 
 @pytest.mark.parametrize(("optimizer", "power"), [("adam", 0.5), ("sgd", 1.0)])
@@ -245,7 +233,7 @@ def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(
     theory = presets.get("maximal-update")
     mup = presets.get("mup")
     assert growth(theory, "change of attention logits", N, optimizer) == (power, "explodes")
-    assert growth(mup, "change of attention logits", N, optimizer) == (0, "stable")
+    assert growth(mup, "change of attention logits", N, optimizer) == STABLE
     assert wrong(theory, optimizer)[H] == wrong(mup, optimizer)[H] == []
     repaired = presets.get("maximal-update", alpha_a=1.0)
     assert verdicts(repaired, optimizer) == verdicts(mup, optimizer)
@@ -254,25 +242,23 @@ def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(
 # Others
 
 
-def test_what_the_disagreements_cost():
-    drift = presets.get("completep", alpha_l=0.5)
-    assert growth(drift, "lr * weight decay", L) == (-0.5, "vanishes")
-    assert growth(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (
-        0,
-        "stable",
-    )
-    assert growth(presets.get("completep"), "gradient over eps, readout", H) == (-1, "vanishes")
-    assert growth(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
-    assert growth(
-        presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H
-    ) == (
-        0,
-        "stable",
-    )
-    assert growth(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
-    for exponent, verdict in {0.0: "stable", -0.5: "vanishes", -1.0: "vanishes"}.items():
-        chosen = presets.get("mup", decay_width=exponent)
-        assert growth(chosen, "lr * weight decay", H, "muon") == (exponent, verdict)
+@pytest.mark.parametrize(
+    ("name", "constants", "row", "limit", "expected"),
+    [
+        ("completep", {"alpha_l": 0.5}, "lr * weight decay", L, VANISHES),
+        ("completep", {"alpha_l": 0.5, "decay": "rate"}, "lr * weight decay", L, STABLE),
+        ("completep", {}, "gradient over eps, readout", H, (-1, "vanishes")),
+        ("u-mup", {}, "weight movement, embedding", H, FROZEN),
+        ("u-mup", {"embedding_exponent": 0.0}, "weight movement, embedding", H, STABLE),
+        ("sp-layerwise", {}, "change of the output", H, EXPLODES),
+        ("mup", {"decay_width": 0.0}, "lr * weight decay", H, STABLE),
+        ("mup", {"decay_width": -0.5}, "lr * weight decay", H, VANISHES),
+        ("mup", {"decay_width": -1.0}, "lr * weight decay", H, (-1, "vanishes")),
+    ],
+)
+def test_what_the_disagreements_cost(name, constants, row, limit, expected):
+    preset = presets.get(name, **constants)
+    assert_growth(preset, limit, {row: expected}, "muon" if name == "mup" else "adam")
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -286,17 +272,11 @@ def test_forms_have_one_theory(name: str):
                 assert by_observable == expected, (form, optimizer)
 
 
-MUTANTS = [
-    ("query", "adam", 0.5),
-    ("value", "adam", 0.5),
-    ("MLP out", "adam", -0.5),
-    ("readout", "adam", 1.0),
-    ("embedding", "adam", 0.5),
-]
-
-
-@pytest.mark.parametrize(("weight", "column", "power"), MUTANTS)
-def test_control_a_wrong_exponent_changes_a_verdict(weight: str, column: str, power: float):
+@pytest.mark.parametrize(
+    ("weight", "power"),
+    [("query", 0.5), ("value", 0.5), ("MLP out", -0.5), ("readout", 1.0), ("embedding", 0.5)],
+)
+def test_control_a_wrong_exponent_changes_a_verdict(weight: str, power: float):
     """Computed from the rules: no verdict is written down for a preset by its name."""
     preset = presets.get("depth-mup", alpha_l=1.0)
     role = SPECS[weight].role
@@ -305,8 +285,9 @@ def test_control_a_wrong_exponent_changes_a_verdict(weight: str, column: str, po
         row = preset.rule(spec)
         return row.times(adam=axis("embed") ** power) if spec.role is role else row
 
-    assert verdicts(dataclasses.replace(preset, rule=rule)) != verdicts(preset)
-    assert wrong(dataclasses.replace(preset, rule=rule))[H] != []
+    broken = dataclasses.replace(preset, rule=rule)
+    assert verdicts(broken) != verdicts(preset)
+    assert wrong(broken)[H] != []
 
 
 def test_control_dropped_readout_multiplier_and_dropped_depth_factor():
@@ -314,22 +295,16 @@ def test_control_dropped_readout_multiplier_and_dropped_depth_factor():
 
     def loud(spec):
         row = preset.rule(spec)
-        return (
-            dataclasses.replace(row, multiplier=row.multiplier * axis("embed"))
-            if spec.role is Role.READOUT
-            else row
-        )
+        if spec.role is not Role.READOUT:
+            return row
+        return dataclasses.replace(row, multiplier=row.multiplier * axis("embed"))
 
     def fast(spec):
         return preset.rule(spec).times(adam=axis("layers") ** 0.5 if spec.in_block else 1.0)
 
-    assert (
-        growth(dataclasses.replace(preset, rule=loud), "change of the output", H)[1] == "explodes"
-    )
-    assert growth(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (
-        0.5,
-        "explodes",
-    )
+    louder, faster = (dataclasses.replace(preset, rule=rule) for rule in (loud, fast))
+    assert growth(louder, "change of the output", H)[1] == "explodes"
+    assert growth(faster, "change of the stream", L) == EXPLODES
 
 
 # Growing one axis alone (what section 2 allows with an eps correction)

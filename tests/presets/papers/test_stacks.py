@@ -87,24 +87,19 @@ def test_the_norm_that_queries_alone_read_has_the_row_of_their_bias() -> None:
         for name in ("block.cross_norm.gain", "block.cross_norm.bias"):
             scales = preset.scales(SPECS[name], SIZES, optimizer)
             assert (scales.lr, scales.eps) == pytest.approx((expected.lr, expected.eps))
-        assert preset.scales(
-            SPECS["block.attention_norm.gain"], SIZES, optimizer
-        ).lr != pytest.approx(expected.lr)
+        other = preset.scales(SPECS["block.attention_norm.gain"], SIZES, optimizer)
+        assert other.lr != pytest.approx(expected.lr)
 
 
 def test_a_base_that_names_one_stack_means_both() -> None:
-    short = {
-        name: size
-        for name, size in BASE.base_sizes().items()
-        if name not in ("memory", "encoder_layers")
-    }
-    preset, complete = (
-        presets.get("completep", base=base)
-        for base in (short, {**short, "memory": 6, "encoder_layers": 2})
-    )
-    assert all(
-        preset.scales(spec, SIZES) == complete.scales(spec, SIZES) for spec in SPECS.values()
-    )
+    base = BASE.base_sizes()
+    short = {name: base[name] for name in base.keys() - {"memory", "encoder_layers"}}
+    complete = {**short, "memory": 6, "encoder_layers": 2}
+    for spec in SPECS.values():
+        one, other = (
+            presets.get("completep", base=b).scales(spec, SIZES) for b in (short, complete)
+        )
+        assert one == other
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
@@ -118,13 +113,11 @@ def test_relative_biases(alpha_l: float) -> None:
         assert adam.lr == pytest.approx(depth ** (alpha_l - 1))
         assert sgd.lr == pytest.approx(heads * depth ** (2 * alpha_l - 2))
         assert adam.eps == pytest.approx(depth ** (1 - alpha_l) / heads)
-        each = dataclasses.replace(
-            SPECS[name], axes=(SPECS[name].blocks, "distance", "heads")
-        )  # a table per block
-        assert preset.scales(each, SIZES, "sgd").lr == pytest.approx(
-            heads * depth ** (2 * alpha_l - 1)
-        )
-        assert preset.scales(each, SIZES).eps == pytest.approx(depth**-alpha_l / heads)
+        # A table per block.
+        each = dataclasses.replace(SPECS[name], axes=(SPECS[name].blocks, "distance", "heads"))
+        sgd, adam = (preset.scales(each, SIZES, optimizer) for optimizer in ("sgd", "adam"))
+        assert sgd.lr == pytest.approx(heads * depth ** (2 * alpha_l - 1))
+        assert adam.eps == pytest.approx(depth**-alpha_l / heads)
 
 
 def test_branches_of_both_stacks() -> None:
@@ -148,28 +141,27 @@ def test_branches_of_both_stacks() -> None:
 
 
 def test_groups_have_constants_of_their_own() -> None:
-    assert [SPECS[f"{name}.query"].group for name in ("block.attention", "block.cross", "encoder.block.attention")] == [
-        "block.query", "block.cross.query", "encoder.block.query",
-    ]  # fmt: skip
-    first = presets.get(
-        "mup", base=BASE.base_sizes(), rates={"block.cross.query": 2.0, "encoder.norm_gain": 3.0}
-    )
-    all_three = presets.get("mup", base=BASE.base_sizes(), rates={"query": 2.0})
-    plain = preset_of("mup", None)
-    for name, spec in SPECS.items():
-        lr = plain.scales(spec, SIZES).lr
-        times = 3 if spec.group == "encoder.norm_gain" else 2 if name == "block.cross.query" else 1
-        assert first.scales(spec, SIZES).lr == pytest.approx(times * lr)
-        assert all_three.scales(spec, SIZES).lr == pytest.approx(
-            (2 if spec.role is Role.QUERY else 1) * lr
-        )
+    for name, group in {
+        "block.attention.query": "block.query",
+        "block.cross.query": "block.cross.query",
+        "encoder.block.attention.query": "encoder.block.query",
+    }.items():
+        assert SPECS[name].group == group
+    base = BASE.base_sizes()
+    own = {"block.cross.query": 2.0, "encoder.norm_gain": 3.0}
+    first = presets.get("mup", base=base, rates=own)
+    all_three = presets.get("mup", base=base, rates={"query": 2.0})
+    plain = presets.get("mup", base=base)
+    for spec in SPECS.values():
+        one, other, lr = (p.scales(spec, SIZES).lr for p in (first, all_three, plain))
+        assert one == pytest.approx(own.get(spec.group, 1) * lr)
+        assert other == pytest.approx((2 if spec.role is Role.QUERY else 1) * lr)
 
 
 def test_a_tied_table_has_three_uses_and_one_row() -> None:
     assert TIED is not None
     assert "encoder.token" not in SPECS
-    assert presets.get("ntk", base=BASE.base_sizes()).factors(
-        TIED, SIZES
-    ).multiplier == pytest.approx((15 / 6) ** -0.5)
+    factors = presets.get("ntk", base=BASE.base_sizes()).factors(TIED, SIZES)
+    assert factors.multiplier == pytest.approx((15 / 6) ** -0.5)
     separate = dataclasses.replace(MODEL, shared=False).parameters()
     assert separate["encoder.token"].axes == ("vocab", "embed")

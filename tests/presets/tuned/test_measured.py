@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.presets import ParamSpec, PresetError, Role, Scales, get
 from mupax.presets.tuned.measured import FORMAT, Table, load, measured, save
+from tests.fixtures.commands import command
 
 pytestmark = pytest.mark.core
 
@@ -36,29 +36,21 @@ TABLE = Table(
 
 def test_gives_what_was_measured():
     preset = measured(TABLE)
-    up_scales, readout = (
-        preset.scales(spec, SIZES, "adam", "independent") for spec in (UP, READOUT)
-    )
-    assert up_scales == TABLE.scales["block.mlp_in"]
-    assert readout == TABLE.scales["readout"]
-    assert preset.factors(UP, SIZES, "adam", "independent") == up_scales
+    for spec in (UP, READOUT):
+        expected = TABLE.scales[spec.group]
+        assert preset.scales(spec, SIZES, "adam", "independent") == expected
+        assert preset.factors(spec, SIZES, "adam", "independent") == expected
     assert preset.logit_scale(SIZES) == 0.25
     assert preset.residual_scale(SIZES, 2, "attention") == (0.9, 0.5)
     assert preset.residual_scale(SIZES, 2, "mlp") == (0.8, 0.125)
-    assert measured(dataclasses.replace(TABLE, residual=())).residual_scale(SIZES, 1, "mlp") == (
-        1.0,
-        1.0,
-    )
+    without_residual = measured(dataclasses.replace(TABLE, residual=()))
+    assert without_residual.residual_scale(SIZES, 1, "mlp") == (1.0, 1.0)
 
 
 def test_rate_times_coupled_decay_is_the_independent_decay():
     preset = measured(TABLE)
-    up_scales, readout = (preset.scales(spec, SIZES) for spec in (UP, READOUT))
-    assert isinstance(up_scales.weight_decay, tuple)
-    assert [
-        rate * decay for rate, decay in zip(UP_RATES, up_scales.weight_decay, strict=True)
-    ] == pytest.approx([0.2] * 3)
-    assert readout.lr * readout.weight_decay == pytest.approx(0.5)
+    assert preset.scales(UP, SIZES).weight_decay == pytest.approx([0.2 / lr for lr in UP_RATES])
+    assert preset.scales(READOUT, SIZES).weight_decay == pytest.approx(0.5 * 3)
 
 
 def test_a_file_brings_it_back_number_for_number(tmp_path):
@@ -68,12 +60,14 @@ def test_a_file_brings_it_back_number_for_number(tmp_path):
     assert measured(again).scales(UP, SIZES) == measured(TABLE).scales(UP, SIZES)
 
 
-def test_its_numbers_take_no_constants(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_its_numbers_take_no_constants(tmp_path):
     save(TABLE, tmp_path / "table.json")
-    assert main(["presets", "constants", f"measured:{tmp_path / 'table.json'}"]) == 2
-    assert "takes no constants; all its numbers are in its file" in capsys.readouterr().err
+    name = f"measured:{tmp_path / 'table.json'}"
+    done = command("presets constants", name)
+    assert done.code == 2
+    assert "takes no constants; all its numbers are in its file" in done.err
     with pytest.raises(PresetError, match=r"measured scales take no constants, not rates"):
-        get(f"measured:{tmp_path / 'table.json'}", rates={"readout": 2})
+        get(name, rates={"readout": 2})
 
 
 @pytest.mark.parametrize(

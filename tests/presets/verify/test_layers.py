@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
-from tests.presets.verify.dumps import Contents, changed, verified
-from tests.presets.verify.test_verdicts import network
+from tests.presets.verify.dumps import Contents, changed, network, verified
 
 pytestmark = pytest.mark.core
 
 QUERY = "attn.q_proj.weight"
-
-
-def faults(report: Contents) -> list[str]:
-    """Return the names of parameters with a fault."""
-    parameters = []
-    for finding in report["lines"][0]["findings"]:
-        if finding["severity"] == "fault":
-            parameters += finding["names"]
-    return parameters
 
 
 def deep(width: int, **fields: float) -> Contents:
@@ -33,74 +22,62 @@ def deep(width: int, **fields: float) -> Contents:
 
 @pytest.mark.parametrize("width", [128, 256, 1024])
 @pytest.mark.parametrize(("field", "value"), [("lr", 6e-4), ("std", 0.125), ("multiplier", 8.0)])
-def test_one_layer_of_twelve_is_wrong(width: int, field: str, value: float, tmp_path: Path):
+def test_one_layer_of_twelve_is_wrong(width: int, field: str, value: float):
     small = deep(64, **{field: 1.0 if field == "multiplier" else value})
-    code, report = verified(tmp_path, small, deep(width, **{field: value}))
-    assert (code, faults(report)) == (1, [f"h.11.{QUERY}"])
+    judged = verified(small, deep(width, **{field: value}))
+    assert (judged.code, judged.faults) == (1, [f"h.11.{QUERY}"])
 
 
 @pytest.mark.parametrize(("small", "large"), [(0.0, 1.5e-4), (6e-4, 0.0)])
-def test_one_layer_that_is_frozen_at_one_size_is_wrong(small: float, large: float, tmp_path: Path):
-    code, report = verified(tmp_path, deep(64, lr=small), deep(256, lr=large))
-    assert (code, faults(report)) == (1, [f"h.11.{QUERY}"])
+def test_one_layer_that_is_frozen_at_one_size_is_wrong(small: float, large: float):
+    judged = verified(deep(64, lr=small), deep(256, lr=large))
+    assert (judged.code, judged.faults) == (1, [f"h.11.{QUERY}"])
 
 
-def test_a_layer_that_is_not_trained_hides_no_other(tmp_path: Path):
-    def frozen(width: int, rate: float) -> Contents:
-        contents = network(width, 4)
-        for layer in range(4):
-            contents[f"h.{layer}.{QUERY}"]["lr"] *= rate if layer else 0.0
-        return contents
-
-    code, report = verified(tmp_path, frozen(64, 1.0), frozen(256, 4.0))
-    assert (code, faults(report)) == (1, [f"h.*.{QUERY}"])
-    code, report = verified(tmp_path, frozen(64, 1.0), frozen(256, 1.0))
-    assert (code, report["lines"][0]["lacks"]) == (0, [f"lr above 0 of h.0.{QUERY}"])
+def frozen(rate: float, width: int, layers: int, **model: float) -> Contents:
+    """Return a network whose first queries are not trained, and the others by a factor faster."""
+    contents = network(width, layers, **model)
+    for layer in range(layers):
+        contents[f"h.{layer}.{QUERY}"]["lr"] *= rate if layer else 0.0
+    return contents
 
 
-def test_a_layer_that_is_not_trained_hides_no_other_where_depth_grows(tmp_path: Path):
-    def frozen(layers: int, rate: float) -> Contents:
-        contents = network(64, layers, branch=2 / layers)
-        for layer in range(layers):
-            contents[f"h.{layer}.{QUERY}"]["lr"] *= rate if layer else 0.0
-        return contents
-
-    code, report = verified(tmp_path, frozen(2, 1.0), frozen(8, 4.0))
-    assert (code, faults(report)) == (1, [f"h.*.{QUERY}"])
-    assert verified(tmp_path, frozen(2, 1.0), frozen(8, 1.0))[0] == 0
+def test_a_layer_that_is_not_trained_hides_no_other():
+    judged = verified(frozen(1.0, 64, 4), frozen(4.0, 256, 4))
+    assert (judged.code, judged.faults) == (1, [f"h.*.{QUERY}"])
+    judged = verified(frozen(1.0, 64, 4), frozen(1.0, 256, 4))
+    assert (judged.code, judged.line["lacks"]) == (0, [f"lr above 0 of h.0.{QUERY}"])
 
 
-def test_control_twelve_layers_that_grow_alike_are_right(tmp_path: Path):
-    code, report = verified(tmp_path, deep(64), deep(256))
-    assert (code, report["lines"][0]["verdict"]) == (0, "right")
+def test_a_layer_that_is_not_trained_hides_no_other_where_depth_grows():
+    small = frozen(1.0, 64, 2, branch=1.0)
+    judged = verified(small, frozen(4.0, 64, 8, branch=0.25))
+    assert (judged.code, judged.faults) == (1, [f"h.*.{QUERY}"])
+    assert verified(small, frozen(1.0, 64, 8, branch=0.25)).code == 0
 
 
-def layer_decayed(contents: Contents) -> Contents:
-    """Return a dump in which learning rates fall by a factor of 0.7 from layer to layer."""
+def test_control_layers_that_grow_alike_are_right():
+    """Also with learning rates that fall by a factor of 0.7 from layer to layer."""
 
     def slower(name: str, entry: Contents) -> Contents | None:
         if not name.startswith("h."):
             return None
         return {"lr": entry["lr"] * 0.7 ** int(name.split(".")[1])}
 
-    return changed(contents, slower)
+    files = [network(64, 12), network(256, 12)]
+    for dumps in (files, [changed(file, slower) for file in files]):
+        judged = verified(*dumps)
+        assert (judged.code, judged.line["verdict"]) == (0, "right")
 
 
-def test_rates_that_fall_from_layer_to_layer_are_right(tmp_path: Path):
-    code, report = verified(
-        tmp_path, layer_decayed(network(64, 12)), layer_decayed(network(256, 12))
-    )
-    assert (code, report["lines"][0]["verdict"]) == (0, "right")
-
-
-def test_one_layer_that_only_the_deeper_model_has_is_wrong(tmp_path: Path):
+def test_one_layer_that_only_the_deeper_model_has_is_wrong():
+    small = network(64, 3)
     large = network(64, 12, branch=0.25)
+    assert verified(small, large).code == 0
     large[f"h.7.{QUERY}"]["lr"] *= 2
-    for files in ((network(64, 3), large), (large, network(64, 3))):
-        code, report = verified(tmp_path, *files)
-        assert (code, faults(report)) == (1, [f"h.7.{QUERY}"])
-    right = network(64, 12, branch=0.25)
-    assert verified(tmp_path, network(64, 3), right)[0] == 0
+    for files in ((small, large), (large, small)):
+        judged = verified(*files)
+        assert (judged.code, judged.faults) == (1, [f"h.7.{QUERY}"])
 
 
 def mlp(width: int, rate: float = 1.0) -> Contents:
@@ -124,15 +101,11 @@ def mlp(width: int, rate: float = 1.0) -> Contents:
     return {**contents, "model": {"optimizer": "adam"}}
 
 
-def test_an_mlp_in_a_list_is_judged_layer_by_layer(tmp_path: Path):
-    code, report = verified(tmp_path, mlp(64), mlp(256))
-    assert (code, report["lines"][0]["verdict"]) == (0, "right")
-    assert report["guessed"] == {
-        "layers.0.weight": "patch_embedding",
-        "layers.1.weight": "hidden",
-        "layers.2.weight": "hidden",
-        "layers.3.weight": "readout",
-    }
-    code, report = verified(tmp_path, mlp(64), mlp(256, rate=4.0))
-    (finding,) = report["lines"][0]["findings"]
-    assert (code, finding["names"], finding["what"]) == (1, ["layers.1.weight"], "rate")
+def test_an_mlp_in_a_list_is_judged_layer_by_layer():
+    judged = verified(mlp(64), mlp(256))
+    assert (judged.code, judged.line["verdict"]) == (0, "right")
+    roles = ("patch_embedding", "hidden", "hidden", "readout")
+    assert judged.report["guessed"] == {f"layers.{i}.weight": role for i, role in enumerate(roles)}
+    judged = verified(mlp(64), mlp(256, rate=4.0))
+    (finding,) = judged.findings
+    assert (judged.code, finding["names"], finding["what"]) == (1, ["layers.1.weight"], "rate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from mupax import presets
 from mupax.presets import Preset
 from mupax.presets.verify.command import MISTAKES, STANDARD
-from tests.presets.verify.dumps import LR, Contents, changed, decoder, dump, verified
+from tests.presets.verify import dumps
+from tests.presets.verify.dumps import LR, Contents, changed, decoder, verified
 
 pytestmark = pytest.mark.core
 
@@ -30,13 +30,8 @@ def pair(
 ) -> Pair:
     """Right dumps of a model and of one that is eight times as wide or deep."""
     preset = preset or presets.get("mup")
-    small = decoder(16, **fields)
-    sizes: dict[str, dict[str, Any]] = {
-        "heads": {"width": 16 * TIMES, "heads": 4 * TIMES}, "head_dim": {"width": 16 * TIMES}, "depth": {"width": 16, "depth": 2 * TIMES}
-    }  # fmt: skip
-    return dump(preset, small, small, optimizer), dump(
-        preset, decoder(**sizes[axis], **fields), small, optimizer
-    )
+    small, large = dumps.pair(preset, decoder(16, **fields), axis, optimizer, times=TIMES)
+    return small, large
 
 
 def but(names: list[str], files: Pair, **columns: Callable[[Contents], float]) -> Pair:
@@ -157,55 +152,50 @@ def wrong(mistake: str) -> Pair:
 
 
 @pytest.mark.parametrize("mistake", GOLDEN)
-def test_a_mistake_is_named_with_parameter_consequence_and_remedy(mistake: str, tmp_path: Path):
+def test_a_mistake_is_named_with_parameter_consequence_and_remedy(mistake: str):
     golden = GOLDEN[mistake]
     files = wrong(mistake)
-    code, report = verified(tmp_path, *files, flags=("--strict",) if mistake in CAUTIONS else ())
-    (line,) = report["lines"]
-    first = line["findings"][0]
-    assert code == 1
+    judged = verified(*files, flags="--strict" if mistake in CAUTIONS else "")
+    first = judged.findings[0]
+    assert judged.code == 1
     assert first["names"][0] == golden.parameter
     assert golden.consequence in first["sentence"]
     assert golden.remedy in first["sentence"]
     assert first["severity"] == ("caution" if mistake in CAUTIONS else "fault")
-    assert [published["mistake"] for published in line["published"]] == [mistake]
+    assert [published["mistake"] for published in judged.line["published"]] == [mistake]
     # Nothing is named that is as it should be.
     right = golden.right()[1]
-    named = {name for finding in line["findings"] for name in finding["names"]} & right.keys()
+    named = {name for finding in judged.findings for name in finding["names"]} & right.keys()
     assert all(files[1][name] != right[name] for name in named)
 
 
 @pytest.mark.parametrize("mistake", GOLDEN)
-def test_control_without_it_nothing_is_said(mistake: str, tmp_path: Path):
-    code, report = verified(tmp_path, *GOLDEN[mistake].right())
-    assert (code, report["lines"][0]["findings"]) == (0, [])
+def test_control_without_it_nothing_is_said(mistake: str):
+    judged = verified(*GOLDEN[mistake].right())
+    assert (judged.code, judged.findings) == (0, [])
 
 
 @pytest.mark.parametrize("mistake", CAUTIONS)
-def test_a_caution_alone_is_no_failure(mistake: str, tmp_path: Path):
-    code, report = verified(tmp_path, *wrong(mistake))
-    assert code == 0
-    assert [finding["severity"] for finding in report["lines"][0]["findings"]] == ["caution"]
+def test_a_caution_alone_is_no_failure(mistake: str):
+    judged = verified(*wrong(mistake))
+    assert judged.code == 0
+    assert [finding["severity"] for finding in judged.findings] == ["caution"]
 
 
 @pytest.mark.parametrize(
     "mistake", ["readout's rate without 1/m", "attention by 1/sqrt(d)", "depth missing in the rate"]
 )
-def test_what_the_remedy_writes_is_right(mistake: str, tmp_path: Path):
+def test_what_the_remedy_writes_is_right(mistake: str):
     """Every number that a remedy names, written into the dump, leaves nothing to say."""
     small, large = wrong(mistake)
-    _, report = verified(tmp_path, small, large)
-    for finding in report["lines"][0]["findings"]:
+    for finding in verified(small, large).findings:
         words = finding["sentence"].split()
         if finding["names"] == ["attention logits"]:
             large["model"]["attention"] = float(words[words.index("q.k") + 2])
             continue
-        column = words[words.index("Write") + 1]
-        number = float(words[words.index("Write") + 2])
+        start = words.index("Write")
+        column, number = words[start + 1 : start + 3]
         for name in finding["names"]:
-            large[name][column] = number
-    code, report = verified(tmp_path, small, large)
-    assert (code, [f for f in report["lines"][0]["findings"] if f["severity"] == "fault"]) == (
-        0,
-        [],
-    )
+            large[name][column] = float(number)
+    judged = verified(small, large)
+    assert (judged.code, judged.faults) == (0, [])

@@ -82,9 +82,8 @@ def test_every_parameter_of_the_zoo_is_known(model: str):
         if spec.role.value.startswith("expert") or "router" in name:
             assert label.role == "none", name
         elif spec.of is not None and spec.role.value == "norm_gain" and label.role == "norm_gain":
-            assert label.leaf == "gain", (
-                name
-            )  # of what a branch writes, whose row is that of other gains
+            # Of what a branch writes, whose row is that of other gains.
+            assert label.leaf == "gain", name
         else:
             assert label.role.split(".")[0] in (role.value, spec.of.value if spec.of else ""), name
         assert label.in_block == spec.in_block, name
@@ -92,9 +91,7 @@ def test_every_parameter_of_the_zoo_is_known(model: str):
 
 
 def test_layers_are_merged_by_their_number():
-    assert names.merged("model.layers.11.mlp.up_proj.weight") == names.merged(
-        "model.layers.2.mlp.up_proj.weight"
-    )
+    assert names.merged("model.layers.11.mlp.weight") == "model.layers.*.mlp.weight"
     assert names.merged("layer1.0.conv1.weight") == "layer1.0.conv1.weight"
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mupax import presets
-from mupax.__main__ import main
 from mupax.presets.tuned import find, published
 from mupax.presets.verify import formats
+from tests.fixtures.commands import command
 from tests.fixtures.published_sources import SOURCES
 
 pytestmark = pytest.mark.core
@@ -71,9 +71,8 @@ def differences(use: str, paths: list[Path]) -> list[str]:
             gain = "norm_gain" in group
             for column in ("std", "lr", "wd", "eps", "multiplier"):
                 theirs = getattr(entry, column)
-                if theirs is None or (
-                    gain and column == "wd"
-                ):  # OLMo decays gains, which the file of the preset says
+                # OLMo decays gains, which the file of the preset says.
+                if theirs is None or (gain and column == "wd"):
                     continue
                 if not math.isclose(theirs, own[column], rel_tol=1e-9):
                     wrong.append(
@@ -88,15 +87,11 @@ def test_a_reader_finds_in_the_sources_config_what_the_preset_gives(
 ) -> None:
     std = FILES[use][2]
     assert differences(use, written(use, tmp_path, std)) == []
-    assert differences(
-        use, written(use, tmp_path, 2 * std)
-    )  # control: the config says something else
+    # The control: the config says something else.
+    assert differences(use, written(use, tmp_path, 2 * std))
 
 
-def test_verify_holds_the_sources_configs_against_the_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_holds_the_sources_configs_against_the_preset(tmp_path: Path) -> None:
     first, *_, last = map(str, written("mup:cerebras-gpt", tmp_path, 0.08))
-    assert main(["verify", first, last, "--preset", "mup:cerebras-gpt"]) == 0
-    capsys.readouterr()
-    assert main(["verify", first, last, "--preset", "sp"]) == 1
+    assert command("verify", first, last, "--preset mup:cerebras-gpt").code == 0
+    assert command("verify", first, last, "--preset sp").code == 1

@@ -25,7 +25,7 @@ from mupax.train.data.records.tables import Table
 from mupax.train.data.sources import folders, idx
 from mupax.train.data.streams import hub
 from mupax.train.data.text.tokenizer import Subwords
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.train.data.writing import json_lines, write
 
 pytestmark = pytest.mark.usefixtures("work_folder")
@@ -45,14 +45,14 @@ def test_a_line_that_is_too_long_is_refused_or_left_out() -> None:
     message = refusal(words)
     assert " --limits.record-mib" in message
     assert "line 41" in message
-    text = output(words, "--on-broken skip")
+    text = output_line(words, "--on-broken skip")
     assert "1 record" in text
     # Every other text, with the end of its document.
     counts = re.search(r"([\d,]+) training and ([\d,]+) evaluation", text)
     assert counts
     train, evaluation = (int(count.replace(",", "")) for count in counts.groups())
     assert train + evaluation == sum(len(text) + 1 for text in TEXTS)
-    output("data prepare records:t.jsonl.gz")  # the usual limit is above
+    output_line("data prepare records:t.jsonl.gz")  # the usual limit is above
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPa
     write("t.jsonl.gz", gzip.compress(GOOD) + gzip.compress(b"\n" * (4 * MIB)))
     words = "data prepare records:t.jsonl.gz --limits.ratio 50"
     assert " --limits.ratio" in refusal(words)
-    assert "1 file" in output(words, "--on-broken skip")  # what stands before is kept
+    assert "1 file" in output_line(words, "--on-broken skip")  # what stands before is kept
 
 
 def write_table(texts: Any, **options: Any) -> Path:

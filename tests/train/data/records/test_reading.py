@@ -16,7 +16,7 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.data import cache
 from mupax.train.data.records import contents, corpus
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.train.data.loading import assert_refused, load, load_with_notes, token_ids
 from tests.train.data.vocabularies import byte_vocabulary
 from tests.train.data.writing import PACKERS, json_lines, write, write_texts
@@ -304,7 +304,7 @@ def test_a_broken_text_is_named_or_left_out(content: bytes, place: str, stream: 
     write("t/train/odd.txt", content)
     for encoder in ("bpe:300", byte_vocabulary("t.json", "<|endoftext|>")):
         assert_stops(f"text:t --tokenizer {encoder}", place)
-    output("data prepare text:t --tokenizer bpe:300 --on-broken skip")
+    output_line("data prepare text:t --tokenizer bpe:300 --on-broken skip")
     fields = {"tokenizer": "bpe:300", "vocab_size": 300, "stream": stream, "on_broken": "skip"}
     source = load("text:t", **fields)
     assert names_in("".join(text_of(source)), names) == names

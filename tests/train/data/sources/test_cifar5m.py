@@ -16,7 +16,7 @@ from mupax.train.data import DataError
 from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
 from mupax.zoo.configs import ViTConfig
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.train.data import loading
 
 CIFAR = configs.get("bordelon-vit")
@@ -171,4 +171,4 @@ def test_command_on_cifar5m(request: pytest.FixtureRequest) -> None:
     words = "data prepare cifar5m --data-dir ."
     assert "cifar5m needs part0.npz" in refusal(words)
     request.getfixturevalue("parts")
-    output(words)
+    output_line(words)

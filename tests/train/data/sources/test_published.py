@@ -24,7 +24,7 @@ from mupax.train.data.text import denoising
 from mupax.train.data.text.noise import Infilling
 from mupax.zoo import configs
 from tests.fixtures.calls import calls_of_process
-from tests.fixtures.commands import command, output, refusal
+from tests.fixtures.commands import command, output_line, refusal
 from tests.train.data import loading
 from tests.train.data.loading import IMAGE_MODEL, TEXT_MODEL, documents, token_ids
 from tests.train.data.prepared import TEXT, prepare, sentences, write_text_set
@@ -235,7 +235,7 @@ def test_missing_data_is_reported_at_once(
 
 
 def test_command_prepares_what_a_run_then_finds(tmp_path: Path, load: Any) -> None:
-    assert "digits is prepared in" in output(f"data prepare digits --data-dir {tmp_path}")
+    assert "digits is prepared in" in output_line(f"data prepare digits --data-dir {tmp_path}")
     model = configs.get("vit-tiny")
     _, notes = loading.load_with_notes("digits", model, data_dir=str(tmp_path))
     assert notes == []

@@ -11,7 +11,7 @@ import pytest
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus, lines, splits, tables, user_files
 from mupax.train.data.text import named_tokenizers, tokenizer
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.train.data.loading import (
     assert_refused,
     documents,
@@ -214,7 +214,7 @@ def test_a_separator_by_flag() -> None:
 
 def test_the_command_counts_tokens() -> None:
     write_texts("docs.jsonl.zst", TEXTS * 3)
-    text = output("data prepare records:docs.jsonl.zst")
+    text = output_line("data prepare records:docs.jsonl.zst")
     assert "docs.jsonl.zst is prepared: 7,473 training and 738 evaluation tokens" in text
 
 

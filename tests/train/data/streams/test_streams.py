@@ -19,7 +19,7 @@ from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.files import MOST_LANES
 from mupax.train.data.streams.lanes import StreamShard
 from mupax.train.data.text.tokenizer import Bytes
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import losses
 from tests.train.data import loading
@@ -358,11 +358,11 @@ RUN = (
 
 def test_a_run_goes_on_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop a run, take its cache away and resume: losses are those of the run without a stop."""
-    output(RUN)
+    output_line(RUN)
     before = losses("run")
     assert len(before) == 6
     monkeypatch.setenv("MUPAX_DATA", "elsewhere")
-    output(RUN, "--resume --resume-from 2")
+    output_line(RUN, "--resume --resume-from 2")
     assert losses("run") == before
     with (folder / "train-0.jsonl").open("a") as file:
         file.write('{"text": "another record"}\n')

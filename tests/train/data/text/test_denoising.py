@@ -16,7 +16,7 @@ from mupax.train.data.text import denoising, ngrams
 from mupax.train.data.text.noise import Infilling, Noise, Sentinels
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from tests.fixtures.commands import command, output, refusal
+from tests.fixtures.commands import command, output_line, refusal
 from tests.train.data.loading import assert_batches_equal, joined
 from tests.train.data.writing import write, write_texts
 
@@ -226,7 +226,7 @@ def test_records_are_shown_as_their_refusals_say() -> None:
     for flags in ("--field body", "--on-broken skip"):
         assert f" {flags}" in refusal(words)
         words += f" {flags}"
-    assert "some·words" in output(words, "--examples 1")
+    assert "some·words" in output_line(words, "--examples 1")
 
 
 def test_a_flag_that_the_command_lacks_is_named_with_its_own() -> None:

@@ -22,7 +22,7 @@ from mupax.train.core.step import batch_sums
 from mupax.train.data.records import corpus
 from mupax.train.data.text.named_tokenizers import train_bpe
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.fixtures.small_runs import rows
 from tests.train.data import loading
 from tests.train.data.writing import write, write_rows, write_texts
@@ -331,7 +331,7 @@ def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(
 ) -> None:
     def losses(flags: str) -> list[float]:
         workdir = tmp_path / str(len(flags))
-        output(RUN.format(folder, workdir), flags)
+        output_line(RUN.format(folder, workdir), flags)
         return [row[key] for row in rows(workdir) for key in ("loss", "eval_loss") if key in row]
 
     plain = losses(MASK)

@@ -21,7 +21,7 @@ from mupax.train.data.chats.templates import Template, checked
 from mupax.train.data.text import named_tokenizers, packing, shares
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse.serve import service as serving
-from tests.fixtures.commands import output, refusal
+from tests.fixtures.commands import output_line, refusal
 from tests.train.data.loading import TEXT_MODEL, load_with_notes, token_ids
 from tests.train.data.writing import write, write_rows, write_texts
 
@@ -200,9 +200,9 @@ RUN = (
 
 def test_the_commands_take_the_option() -> None:
     for more in ("", "--special-tokens text"):
-        text = output("data prepare records:r.jsonl --tokenizer t.json", more)
+        text = output_line("data prepare records:r.jsonl --tokenizer t.json", more)
         assert f"{END} {COUNT} times" in text
-    output(RUN)
+    output_line(RUN)
     message = refusal("train vit-digits --data.special-tokens text --dry-run")
     assert "--data.special-tokens" in message
 

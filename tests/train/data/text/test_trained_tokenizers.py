@@ -18,7 +18,7 @@ from mupax.train.data.sources import training_texts
 from mupax.train.data.text import denoising
 from mupax.train.data.text.noise import Infilling
 from mupax.train.data.text.tokenizer import Subwords
-from tests.fixtures.commands import command, output, refusal
+from tests.fixtures.commands import command, output_line, refusal
 from tests.train.data import loading
 from tests.train.data.loading import TEXT_MODEL, token_ids
 from tests.train.data.writing import write, write_rows, write_texts
@@ -194,7 +194,7 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses() -> None:
         "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 "
         "--model.num-heads 2 --model.seq-len 32 --dry-run"
     )
-    output(shlex.join(words), tiny)
+    output_line(shlex.join(words), tiny)
     assert not [path for path in Path("new").iterdir() if path.name != "tokenizer.json"]
     # The tokens are those of a run with bpe:SIZE over the same mixture.
     one = load(*mix.split(), field="body")
@@ -204,9 +204,9 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses() -> None:
 
 
 def test_plain_sources_are_read_once_each() -> None:
-    output("data tokenizer text:small --size 257 --out bytes.json")
+    output_line("data tokenizer text:small --size 257 --out bytes.json")
     assert Subwords(Path("bytes.json")).vocab_size == 257
-    text = output("data tokenizer text:small text:large --size 280 --out t.json")
+    text = output_line("data tokenizer text:small text:large --size 280 --out t.json")
     pieces = "".join(Subwords(Path("t.json")).pieces()[257:])
     assert "z" in pieces
     assert "m" in pieces
@@ -261,5 +261,5 @@ def test_broken_texts_are_left_out_and_counted() -> None:
     write_texts("odd.jsonl", [*(f"some words {number}" for number in range(50)), None])
     words = "data tokenizer records:odd.jsonl --size 258 --out odd.json"
     assert "add --on-broken skip" in refusal(words)
-    text = output(words, "--on-broken skip")
+    text = output_line(words, "--on-broken skip")
     assert "left out, as broken: 1 record: odd.jsonl line 51" in text

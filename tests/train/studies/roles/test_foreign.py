@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from mupax import presets, zoo
-from mupax.__main__ import main
 from mupax.presets.roles import MATRICES, ParamSpec, Role
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
 from mupax.zoo.decoder.model import Decoder
+from tests.fixtures.commands import command, output
 from tests.train.studies.roles import traced_roles
 
 HAND = "examples.foreign_roles:by_hand"
@@ -31,14 +30,15 @@ def without_layers(name: str) -> ParamSpec:
     return dataclasses.replace(spec, axes=tuple(axis for axis in spec.axes if axis != "layers"))
 
 
+ATTENTION = ("query", "key", "value", "out")
 PLACES = {
     "dicts of arrays by hand": ("h.{}.wq", "h.{}.wk", "h.{}.wv", "h.{}.wo", "h.{}.w1", "h.{}.w2"),
     "flax.linen": (
-        *(f"MultiHeadDotProductAttention_{{}}.{name}.kernel" for name in ("query", "key", "value", "out")),
-        "Dense_{1}.kernel", "Dense_{0}.kernel",
+        *(f"MultiHeadDotProductAttention_{{0}}.{name}.kernel" for name in ATTENTION),
+        "Dense_{2}.kernel", "Dense_{1}.kernel",
     ),
     "NNX: nnx.Linear, nnx.MultiHeadAttention": (
-        *(f"attention.{{}}.{name}.kernel" for name in ("query", "key", "value", "out")), "up.{}.kernel", "down.{}.kernel",
+        *(f"attention.{{}}.{name}.kernel" for name in ATTENTION), "up.{}.kernel", "down.{}.kernel",
     ),
 }  # fmt: skip
 """Names of each model's queries, keys, values, output, up and down, by layer.
@@ -51,29 +51,18 @@ flax.linen numbers what is called last first.
 def test_every_role_is_found(name: str) -> None:
     roles = traced_roles.traced(name)
     assert roles.refused == {}
-    names = (
-        "attention.query",
-        "attention.key",
-        "attention.value",
-        "attention.out",
-        "mlp.up",
-        "mlp.down",
-    )
+    matrices = (*(f"attention.{matrix}" for matrix in ATTENTION), "mlp.up", "mlp.down")
     for layer in (0, 1):
-        linen = (2 * layer, 2 * layer + 1)
-        for place, matrix in zip(PLACES[name], names, strict=True):
-            path = place.format(*linen) if "{1}" in place or "{0}" in place else place.format(layer)
+        for place, matrix in zip(PLACES[name], matrices, strict=True):
+            path = place.format(layer, 2 * layer, 2 * layer + 1)
             assert roles.specs[path] == without_layers(f"block.{matrix}"), path
 
 
 def test_norms_embeddings_and_readouts_of_others() -> None:
     hand, linen, classifier = (traced_roles.traced(name) for name in traced_roles.FOREIGN)
     assert {hand.specs[name].group for name in ("h.0.norm1", "h.1.norm2")} == {"block.norm_gain"}
-    assert [hand.specs[name].group for name in ("norm", "wpe", "wte")] == [
-        "norm_gain",
-        "position",
-        "token_embedding",
-    ]
+    groups = [hand.specs[name].group for name in ("norm", "wpe", "wte")]
+    assert groups == ["norm_gain", "position", "token_embedding"]
     assert hand.tied is not None
     assert hand.tied.fan_in == ("embed",)
     attention = "MultiHeadDotProductAttention_0"
@@ -95,14 +84,12 @@ def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
     )
     assert definition.specs == roles.specs
     assert definition.sizes == {**sizes, "kv_heads": sizes["heads"], "layers": 2}
-    presets.get("mup", base=sizes).scales(
-        definition.specs[PLACES[name][1].format(0)], definition.sizes
-    )
+    key = definition.specs[PLACES[name][1].format(0)]
+    presets.get("mup", base=sizes).scales(key, definition.sizes)
 
 
-def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "roles", HAND, "--sizes", SIZES]) == 0
-    out = capsys.readouterr().out
+def test_the_command_on_a_function() -> None:
+    out = output("models roles", HAND, "--sizes", SIZES)
     assert "contracts mlp of a hidden layer; its product ends the branch" in " ".join(out.split())
     assert out.endswith("\n21 of 21 parameters found\n")
 
@@ -119,73 +106,69 @@ def build(sizes):
 """
 
 
-def test_what_is_refused_makes_it_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_makes_it_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "squared_model.py").write_text(SQUARED)
     monkeypatch.chdir(tmp_path)
-    assert main(["models", "roles", "squared_model:build", "--sizes", "embed=6,output=14"]) == 1
-    out = capsys.readouterr().out
+    done = command("models roles squared_model:build --sizes embed=6,output=14")
+    assert done.code == 1
     assert (
         "refused: square: two of its dimensions (6, 6) are the same axis, embed; "
-        "give one of them a name and a number of its own in the sizes\n" in out
+        "give one of them a name and a number of its own in the sizes\n" in done.out
     )
     assert (
         "refused: patch: dimension 0, of size 5, grows with none of embed, output; name it among the sizes\n"
-        in out
+        in done.out
     )
-    assert out.endswith("1 of 3 parameters found\n")
+    assert done.out.endswith("1 of 3 parameters found\n")
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 @pytest.fixture
-def wrong() -> Iterator[None]:
-    """A model of the zoo that declares its queries as keys."""
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the zoo that declares its queries outside of blocks."""
     config = configs.CONFIGS["lm-proxy"]
 
     class Wrong(type(config)):  # pyright: ignore[reportUntypedBaseClass]
         def parameters(self) -> dict[str, ParamSpec]:
-            specs = super().parameters()
-            return {
-                **specs,
-                "block.attention.query": dataclasses.replace(
-                    specs["block.attention.query"], in_block=False
-                ),
-            }
+            specs = dict(super().parameters())
+            query = "block.attention.query"
+            return specs | {query: dataclasses.replace(specs[query], in_block=False)}
 
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    configs.CONFIGS["lm-wrong"] = Wrong(**fields)  # pyright: ignore[reportAbstractUsage]
-    yield
-    del configs.CONFIGS["lm-wrong"]
+    model = Wrong(**fields_of(config))  # pyright: ignore[reportAbstractUsage]
+    monkeypatch.setitem(configs.CONFIGS, "lm-wrong", model)
 
 
 @pytest.mark.usefixtures("wrong")
-def test_the_command_on_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "roles", "lm-tiny"]) == 0
-    assert capsys.readouterr().out.endswith("\n12 of 12 parameters found, 12 as declared\n")
-    assert main(["models", "roles", "lm-wrong"]) == 1
-    *_, differs, last = capsys.readouterr().out.splitlines()
+def test_the_command_on_models_of_the_zoo() -> None:
+    tiny = output("models roles lm-tiny")
+    assert tiny.endswith("\n12 of 12 parameters found, 12 as declared\n")
+    done = command("models roles lm-wrong")
+    assert done.code == 1
+    *_, differs, last = done.out.splitlines()
     assert differs.startswith(
         "differs: block.attention.query: in_block is declared False and traced True: its products with "
     )
     assert last == "12 of 12 parameters found, 11 as declared"
-    assert main(["models", "roles", "lm-wrong", "--json"]) == 1
-    out = json.loads(capsys.readouterr().out)
+    done = command("models roles lm-wrong --json")
+    assert done.code == 1
+    out = json.loads(done.out)
     assert list(out["differs"]) == ["block.attention.query"]
     assert out["parameters"]["readout"]["fan_in"] == ["embed"]
 
 
 @pytest.mark.usefixtures("wrong")
-def test_the_coordinate_check_begins_with_declarations_of_ones_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["check", "lm-wrong", "--dry-run"]) == 2
-    message = capsys.readouterr().err
-    assert "Wrong are not what its loss does; mend them:" in message
+def test_the_coordinate_check_begins_with_declarations_of_ones_own() -> None:
+    done = command("check lm-wrong --dry-run")
+    assert done.code == 2
+    assert "Wrong are not what its loss does; mend them:" in done.err
     assert (
         "block.attention.query: in_block is declared False and traced True: its products with"
-        in message
+        in done.err
     )
-    assert main(["check", "lm-proxy", "--dry-run"]) == 0
+    assert command("check lm-proxy --dry-run").code == 0
 
 
 class BoundedDecoder(Decoder):
@@ -197,7 +180,7 @@ class BoundedDecoder(Decoder):
 
 @pytest.mark.parametrize("tied_wrongly", [False, True])
 def test_a_tied_table_that_tracing_refuses_passes(
-    tied_wrongly: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tied_wrongly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: a wrong declaration of the tied readout is refused."""
     config = configs.get("lm-proxy")
@@ -213,61 +196,53 @@ def test_a_tied_table_that_tracing_refuses_passes(
             assert tied is not None
             return dataclasses.replace(tied, fan_in=("vocab",)) if tied_wrongly else tied
 
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    monkeypatch.setitem(configs.CONFIGS, "lm-bounded", Bounded(**{**fields, "tied": True}))
-    assert main(["models", "roles", "lm-bounded"]) == 1
-    out = capsys.readouterr().out
-    assert ("refused: token:" in out) is not tied_wrongly
-    assert ("differs: tied readout:" in out) is tied_wrongly
-    assert main(["check", "lm-bounded", "--dry-run"]) == (2 if tied_wrongly else 0)
-    assert ("tied readout: is declared" in capsys.readouterr().err) is tied_wrongly
+    model = Bounded(**{**fields_of(config), "tied": True})
+    monkeypatch.setitem(configs.CONFIGS, "lm-bounded", model)
+    roles = command("models roles lm-bounded")
+    assert roles.code == 1
+    assert ("refused: token:" in roles.out) is not tied_wrongly
+    assert ("differs: tied readout:" in roles.out) is tied_wrongly
+    check = command("check lm-bounded --dry-run")
+    assert check.code == (2 if tied_wrongly else 0)
+    assert ("tied readout: is declared" in check.err) is tied_wrongly
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lm-tinyy"], "did you mean lm-tiny"),
-        (["lm-tiny", "--sizes", "embed=3"], "--sizes is for a MODULE:FUNCTION"),
-        ([HAND], "examples.foreign_roles:by_hand needs --sizes, such as --sizes embed=32"),
-        ([HAND, "--sizes", "embed"], "'embed' is no AXIS=N of at least 2; write each axis once"),
-        ([HAND, "--sizes", "embed=4,embed=5"], "'embed=5' is no AXIS=N of at least 2"),
-        ([HAND, "--sizes", "width=4"], "no logical axis is named 'width'"),
+        ("lm-tinyy", "did you mean lm-tiny"),
+        ("lm-tiny --sizes embed=3", "--sizes is for a MODULE:FUNCTION"),
+        (HAND, "examples.foreign_roles:by_hand needs --sizes, such as --sizes embed=32"),
+        (f"{HAND} --sizes embed", "'embed' is no AXIS=N of at least 2; write each axis once"),
+        (f"{HAND} --sizes embed=4,embed=5", "'embed=5' is no AXIS=N of at least 2"),
+        (f"{HAND} --sizes width=4", "no logical axis is named 'width'"),
+        (f"{HAND} --sizes embed=20", "asks for the size of 'vocab', which is not among embed; name it too"),
         (
-            [HAND, "--sizes", "embed=20"],
-            "asks for the size of 'vocab', which is not among embed; name it too",
-        ),
-        (
-            ["examples.foreign_roles:nothing", "--sizes", SIZES],
+            f"examples.foreign_roles:nothing --sizes {SIZES}",
             "examples.foreign_roles:nothing cannot be imported here",
         ),
-        (["no_such_module:build", "--sizes", SIZES], "cannot be imported here: No module named"),
+        (f"no_such_module:build --sizes {SIZES}", "cannot be imported here: No module named"),
     ],
-)
-def test_bad_words_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models", "roles", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+)  # fmt: skip
+def test_bad_words_are_refused(words: str, message: str) -> None:
+    done = command("models roles", words)
+    assert done.code == 2
+    assert message in done.message
 
 
-def test_the_model_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = traced_roles.PAGE.read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_model.py").write_text(example)
     monkeypatch.chdir(tmp_path)
-    (command,) = (
-        line for line in text.splitlines() if line.startswith("mupax models roles my_model")
-    )
-    assert main(command.split()[1:]) == 0
-    assert capsys.readouterr().out.endswith("\n3 of 3 parameters found\n")
-    (example,) = (line for line in text.splitlines() if line.startswith("differs: "))
-    config = traced_roles.CASES["decoder, rotary, gated, unrolled"]
+    (words,) = re.findall(r"(?m)^mupax (models roles my_model.*)", text)
+    assert output(words).endswith("\n3 of 3 parameters found\n")
+    (example,) = re.findall(r"(?m)^differs: .*", text)
+    case = "decoder, rotary, gated, unrolled"
+    config = traced_roles.CASES[case]
     declared = dict(config.parameters())
-    declared["block.attention.query"] = dataclasses.replace(
-        declared["block.attention.query"], role=Role.MLP_IN
-    )
-    roles = traced_roles.traced("decoder, rotary, gated, unrolled")
-    (words,) = models.differences(config, roles, declared).values()
-    assert example == f"differs: block.attention.query: {words}"
+    query = "block.attention.query"
+    declared[query] = dataclasses.replace(declared[query], role=Role.MLP_IN)
+    differences = models.differences(config, traced_roles.traced(case), declared)
+    assert example == f"differs: {query}: {differences[query]}"
+    assert list(differences) == [query]

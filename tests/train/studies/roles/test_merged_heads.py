@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,6 +16,7 @@ from mupax import presets, train, zoo
 from mupax.presets.roles import Role
 from mupax.train.studies.roles import models
 from mupax.train.studies.roles.deduce import Roles
+from tests.train.studies.roles.test_refusals import arrays, normed
 
 SIZES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "vocab": 50, "position": 12}
 SQUARE = {"embed": 24, "heads": 4, "mlp": 28, "vocab": 50, "position": 12}
@@ -27,28 +28,23 @@ Sizes = Mapping[str, int]
 Attend = Callable[..., jax.Array]
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
-    """Return causal attention of [B, T, H*N] arrays."""
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: int, *, inside_out: bool = False
+) -> jax.Array:
+    """Return causal attention of [B, T, H*N] arrays, or of [B, T, N*H] if `inside_out`."""
     batch, length, width = q.shape
-    q, k, v = (
-        x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3) for x in (q, k, v)
-    )
+    cut, order = (heads, width // heads), (0, 2, 1, 3)
+    if inside_out:
+        cut, order = (width // heads, heads), (0, 3, 1, 2)
+    q, k, v = (x.reshape(batch, length, *cut).transpose(order) for x in (q, k, v))
     mask = jnp.tri(length, dtype=bool)
     logits = jnp.where(mask, q @ k.swapaxes(2, 3) * (width // heads) ** -0.5, -1e30)
-    return (jax.nn.softmax(logits) @ v).transpose(0, 2, 1, 3).reshape(batch, length, width)
+    out = (jax.nn.softmax(logits) @ v).transpose(np.argsort(order))
+    return out.reshape(batch, length, width)
 
 
 def attend_inside_out(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
-    """Return attention whose arrays are [B, T, N*H]: heads are the inner axis."""
-    batch, length, width = q.shape
-    q, k, v = (
-        x.reshape(batch, length, width // heads, heads).transpose(0, 3, 1, 2) for x in (q, k, v)
-    )
-    return (
-        (jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v)
-        .transpose(0, 2, 3, 1)
-        .reshape(batch, length, width)
-    )
+    return attend(q, k, v, heads, inside_out=True)
 
 
 def size(s: Sizes) -> tuple[int, int, int]:
@@ -76,145 +72,52 @@ def by_hand(s: Sizes, attention: Attend = attend) -> tuple[Any, Any, Any]:
         "wpe": (s["position"], D),
         "norm": (D,),
         "out": (D, V),
-        "h": [block] * DEPTH,
+        "h": {str(layer): block for layer in range(DEPTH)},
     }
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-    def normed(x: jax.Array, gain: jax.Array) -> jax.Array:
-        return gain * x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["wte"][tokens] + params["wpe"]
-        for p in params["h"]:
-            y = normed(x, p["norm1"])
+        for layer in range(DEPTH):
+            p = params["h"][str(layer)]
+            y = normed(x) * p["norm1"]
             q, k, v = (y @ p[f"w{name}"] + p[f"b{name}"] for name in "qkv")
             x = x + attention(q, k, v, H) @ p["wo"] + p["bo"]
-            x = x + jax.nn.gelu(normed(x, p["norm2"]) @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]
-        return cross_entropy(normed(x, params["norm"]) @ params["out"], tokens)
+            y = normed(x) * p["norm2"]
+            x = x + jax.nn.gelu(y @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]
+        return cross_entropy(normed(x) * params["norm"] @ params["out"], tokens)
 
-    return params, loss, tokens_of(s)
-
-
-class Linen(nn.Module):
-    s: Sizes
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        (D, H, A), s = size(self.s), self.s
-        positions = self.param("positions", nn.initializers.normal(), (s["position"], D))
-        x = nn.Embed(s["vocab"], D)(tokens) + positions
-        for layer in range(DEPTH):
-            y = nn.LayerNorm()(x)
-            q, k, v = (nn.Dense(A, name=f"{name}_{layer}")(y) for name in ("query", "key", "value"))
-            x = x + nn.Dense(D, name=f"out_{layer}")(attend(q, k, v, H))
-            x = x + nn.Dense(D)(nn.gelu(nn.Dense(s["mlp"])(nn.LayerNorm()(x))))
-        return nn.Dense(s["vocab"])(nn.LayerNorm()(x))
-
-
-def linen(s: Sizes) -> tuple[Any, Any, Any]:
-    """A decoder of flax.linen's Dense and LayerNorm."""
-    model = Linen(dict(s))
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens_of(s))["params"]
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens)
-        return cross_entropy(logits, tokens)
-
-    return params, loss, tokens_of(s)
-
-
-class Block(nnx.Module):
-    def __init__(self, s: Sizes, rngs: nnx.Rngs) -> None:
-        width, self.heads, inner = size(s)
-        self.q, self.k, self.v = (nnx.Linear(width, inner, rngs=rngs) for _ in range(3))
-        self.o = nnx.Linear(inner, width, rngs=rngs)
-        self.up = nnx.Linear(width, s["mlp"], rngs=rngs)
-        self.down = nnx.Linear(s["mlp"], width, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.norms[0](x)
-        x = x + self.o(attend(self.q(y), self.k(y), self.v(y), self.heads))
-        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
-
-
-class Network(nnx.Module):
-    def __init__(self, s: Sizes, rngs: nnx.Rngs) -> None:
-        self.token = nnx.Embed(s["vocab"], s["embed"], rngs=rngs)
-        self.position = nnx.Param(jnp.zeros((s["position"], s["embed"])))
-        self.blocks = nnx.List([Block(s, rngs) for _ in range(DEPTH)])
-        self.norm = nnx.LayerNorm(s["embed"], rngs=rngs)
-        self.readout = nnx.Linear(s["embed"], s["vocab"], rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.token(tokens) + self.position[...]
-        for block in self.blocks:
-            x = block(x)
-        return self.readout(self.norm(x))
+    return arrays(shapes), loss, tokens_of(s)
 
 
 def state(s: Sizes) -> tuple[Any, Any, Any]:
-    """A decoder of nnx.Linear, its parameters an `nnx.State`, whose leaves are Variables."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: Network(s, nnx.Rngs(0))), nnx.Param)[:2]
-    return (
-        params,
-        lambda p, tokens: cross_entropy(nnx.merge(graph, p)(tokens), tokens),
-        tokens_of(s),
-    )
-
-
-PLACES = {
-    by_hand: ("h.{}.wq", "h.{}.bq", "h.{}.wk", "h.{}.wv", "h.{}.wo", "h.{}.bo"),
-    linen: (
-        "query_{}.kernel",
-        "query_{}.bias",
-        "key_{}.kernel",
-        "value_{}.kernel",
-        "out_{}.kernel",
-        "out_{}.bias",
-    ),
-    state: tuple(
-        f"blocks.{{}}.{name}"
-        for name in ("q.kernel", "q.bias", "k.kernel", "v.kernel", "o.kernel", "o.bias")
-    ),
-}
-"""Where each model keeps its queries, their bias, keys, values, output and its bias, by layer."""
+    """The same decoder, its parameters an `nnx.State`, whose leaves are Variables."""
+    params, loss, tokens = by_hand(s)
+    variables: Any = nnx.State(jax.tree.map(nnx.Param, params))
+    return variables, lambda p, tokens: loss(nnx.to_pure_dict(p), tokens), tokens
 
 
 def traced(build: Any, sizes: Sizes) -> tuple[Roles, zoo.FunctionDefinition]:
     """Return the traced roles, and the definition that takes them at other sizes."""
     roles = models.roles_of(build, sizes)
     assert roles.refused == {}
-    larger = {**sizes, "embed": 48, "heads": 8}
+    params = build({**sizes, "embed": 48, "heads": 8})[0]
     more = {"layers": DEPTH, "heads": 8}
     definition = zoo.define_function(
-        lambda params, tokens: tokens,
-        build(larger)[0],
-        roles.specs,
-        sizes=more,
-        tied_readout=roles.tied,
+        lambda params, tokens: tokens, params, roles.specs, sizes=more, tied_readout=roles.tied
     )
     return roles, definition
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SQUARE], ids=["apart", "heads make up the width"])
-@pytest.mark.parametrize("build", PLACES)
+@pytest.mark.parametrize("build", [by_hand, state])
 def test_heads_in_one_dimension_are_found_and_taken(build: Any, sizes: Sizes) -> None:
     roles, definition = traced(build, sizes)
     for layer in range(DEPTH):
         query, bias, key, value, out, out_bias = (
-            roles.specs[name.format(layer)] for name in PLACES[build]
+            roles.specs[f"h.{layer}.{name}"] for name in ("wq", "bq", "wk", "wv", "wo", "bo")
         )
-        assert [spec.group for spec in (query, key, value)] == [
-            "block.query",
-            "block.key",
-            "block.value",
-        ]
-        assert query.axes == ("embed", *HEADS)
+        assert (query.group, query.axes) == ("block.query", ("embed", *HEADS))
+        assert (key.group, value.group) == ("block.key", "block.value")
         assert key.axes == value.axes == ("embed", "kv_heads", "head_dim")
         assert (bias.of, bias.axes) == (Role.QUERY, HEADS)
         assert (out.role, out.axes, out.fan_in) == (Role.ATTENTION_OUT, (*HEADS, "embed"), HEADS)
@@ -222,9 +125,8 @@ def test_heads_in_one_dimension_are_found_and_taken(build: Any, sizes: Sizes) ->
     assert definition.sizes["head_dim"] == 6
     mup = presets.get("mup", base="embed=24,heads=4,kv_heads=4,head_dim=6,mlp=28")
     rates = train.parameterize(definition, mup, train.OptimizerConfig(name="adam")).factors.lr
-    query, *_, out, _ = (name.format(1) for name in PLACES[build])
-    assert float(rates[query]) == pytest.approx(0.5)  # embed has doubled
-    assert float(rates[out]) == pytest.approx(0.5)  # heads have doubled
+    for name in ("h.1.wq", "h.1.wo"):  # embed has doubled, and heads have
+        assert float(rates[name]) == pytest.approx(0.5)
 
 
 def test_the_order_is_that_of_the_reshape() -> None:
@@ -276,11 +178,10 @@ def grouped_query(
     N = A // H
     shapes = {"wte": (V, D), "q": (D, A), "k": (D, K * N), "v": (D, K * N), "o": (A, D)}
     shapes["out"] = (D, V)
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["wte"][tokens]
-        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        y = normed(x)
         q = (y @ params["q"]).reshape(*tokens.shape, H, N)
         k, v = ((y @ params[name]).reshape(*tokens.shape, K, N) for name in "kv")
         if copy is None:
@@ -291,11 +192,10 @@ def grouped_query(
             k, v = copy(k, H // K), copy(v, H // K)
             weights = jax.nn.softmax(jnp.einsum("bthn,bshn->bhts", q, k))
             read = jnp.einsum("bhts,bshn->bthn", weights, v)
-        return cross_entropy(
-            (x + read.reshape(*tokens.shape, A) @ params["o"]) @ params["out"], tokens
-        )
+        x = x + read.reshape(*tokens.shape, A) @ params["o"]
+        return cross_entropy(x @ params["out"], tokens)
 
-    return params, loss, tokens_of(s)
+    return arrays(shapes), loss, tokens_of(s)
 
 
 @pytest.mark.parametrize("copy", [repeated, broadcast, None])

@@ -11,38 +11,48 @@ import pytest
 
 from mupax.presets.roles import PresetError
 from mupax.train.studies.roles import models
-from mupax.train.studies.roles.deduce import Roles
+from mupax.train.studies.roles.deduce import Roles, Sample, axis_names
 
 SIZES = {"patch": 5, "embed": 6, "mlp": 14, "classes": 10, "position": 3}
 ATTENTION = SIZES | {"heads": 4, "head_dim": 7}
 
-Shapes = Callable[[Mapping[str, int]], dict[str, tuple[int, ...]]]
-Branch = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
+Sizes = Mapping[str, int]
+Params = dict[str, jax.Array]
+Shapes = Callable[[Sizes], dict[str, tuple[int, ...]]]
+Branch = Callable[[Params, jax.Array], jax.Array]
+
+
+def arrays(shapes: Any) -> Any:
+    """Return abstract arrays for shapes in dicts."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
 
 
 def roles_of(
-    extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None
+    extra: Shapes, branch: Branch, sizes: Sizes = SIZES, outside: Branch | None = None
 ) -> Roles:
     """Return the roles of a residual model of patches with the parameters `extra`.
 
     They are in its one branch, or in what follows it.
     """
 
-    def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
+    def build(s: Sizes) -> tuple[Any, Any, Any]:
         shapes = {
             "patch": (s["patch"], s["embed"]),
             "readout": (s["embed"], s["classes"]),
             **extra(s),
         }
-        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
-        def loss(p: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        def loss(p: Params, batch: jax.Array) -> jax.Array:
             x = batch @ p["patch"]
             x = x + branch(p, normed(x))
             x = x if outside is None else outside(p, x)
             return jax.nn.logsumexp(x.mean(1) @ p["readout"], axis=-1).sum()
 
-        return params, loss, jax.ShapeDtypeStruct((2, s["position"], s["patch"]), jnp.float32)
+        return arrays(shapes), loss, arrays((2, s["position"], s["patch"]))
 
     return models.roles_of(build, sizes)
 
@@ -51,21 +61,21 @@ def normed(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def mlp(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def mlp(s: Sizes) -> dict[str, tuple[int, ...]]:
     return {"up": (s["embed"], s["mlp"]), "down": (s["mlp"], s["embed"])}
 
 
-def run_mlp(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def run_mlp(p: Params, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
-def heads(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def heads(s: Sizes) -> dict[str, tuple[int, ...]]:
     inner = (s["embed"], s["heads"], s["head_dim"])
     return {"q": inner, "k": inner, "v": inner, "o": (*inner[1:], inner[0])}
 
 
 def attend(weigh: Callable[[jax.Array], jax.Array], q: str, k: str) -> Branch:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def branch(p: Params, x: jax.Array) -> jax.Array:
         qx, kx, vx = (jnp.einsum("btd,dhn->bhtn", x, p[name]) for name in (q, k, "v"))
         return jnp.einsum("bhtn,hnd->btd", weigh(qx @ kx.swapaxes(2, 3)) @ vx, p["o"])
 
@@ -95,21 +105,68 @@ def test_a_parameter_that_is_not_used() -> None:
     assert refusal(roles, "idle") == "the loss does not use it; leave it out"
 
 
-def test_a_dimension_of_size_1_is_to_be_left_out() -> None:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return run_mlp(p, x) + p["shift"][0]
-
-    roles = roles_of(lambda s: mlp(s) | {"shift": (1, s["embed"])}, branch)
-    assert refusal(roles, "shift").startswith("dimension 0 has the size 1; leave it out")
+def wider(s: Sizes) -> dict[str, tuple[int, ...]]:
+    return {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])}
 
 
-def test_two_uses_with_another_fan_in() -> None:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.nn.gelu(x @ p["up"]) @ p["up"].T
+def one_matrix(s: Sizes) -> dict[str, tuple[int, ...]]:
+    return {"up": mlp(s)["up"]}
 
-    reason = refusal(roles_of(lambda s: {"up": mlp(s)["up"]}, branch), "up")
-    assert reason.startswith("its uses do not agree: contracts embed; a nonlinearity")
-    assert reason.endswith("make them parameters of their own, or declare its role")
+
+def by_callback(p: Params, x: jax.Array) -> jax.Array:
+    h = x @ p["up"]
+    return jax.pure_callback(lambda h: h, jax.ShapeDtypeStruct(h.shape, h.dtype), h) @ p["down"]
+
+
+def by_loop(p: Params, x: jax.Array) -> jax.Array:
+    h = jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"])
+    return h @ p["down"]
+
+
+MLPS: dict[str, tuple[Shapes, Branch, str, str]] = {
+    "a dimension of size 1": (
+        lambda s: mlp(s) | {"shift": (1, s["embed"])}, lambda p, x: run_mlp(p, x) + p["shift"][0],
+        "shift", "dimension 0 has the size 1; leave it out",
+    ),
+    "two uses with another fan-in": (
+        one_matrix, lambda p, x: jax.nn.gelu(x @ p["up"]) @ p["up"].T,
+        "up", "its uses do not agree: contracts embed; a nonlinearity",
+    ),
+    "a size of no name that grows": (
+        wider, run_mlp,
+        "down up", "dimension 0 is 4 x embed; make embed a dimension of its own, or name",
+    ),
+    "a size of no name": (
+        lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp,
+        "down up", "dimension 0, of size 9, grows with none of patch, embed, mlp",
+    ),
+    "a product over a part of an axis": (
+        mlp, lambda p, x: jax.nn.gelu(x[..., :3] @ p["up"][:3]) @ p["down"],
+        "up", "a product sums over 3 of the 6 along its dimension 0",
+    ),
+    "a function of a parameter": (
+        mlp, lambda p, x: jax.nn.gelu(x @ jnp.tanh(p["up"])) @ p["down"],
+        "up", "it is computed with (tanh) before it meets an activation",
+    ),
+    "a product of two parameters": (
+        mlp, lambda p, x: x @ (p["up"] @ p["down"]),
+        "down up", "it is computed with (dot) before it meets",
+    ),
+    "a callback": (mlp, by_callback, "down up", "it reads or feeds pure_callback, through which nothing"),
+    "a loop": (mlp, by_loop, "down up", "it reads or feeds while, through which nothing"),
+}  # fmt: skip
+"""By what is wrong in a branch: its parameters, the branch, the refused parameters and the reason."""
+
+
+@pytest.mark.parametrize("wrong", MLPS)
+def test_a_branch_is_refused_with_the_reason(wrong: str) -> None:
+    shapes, branch, names, reason = MLPS[wrong]
+    assert refusal(roles_of(shapes, branch), *names.split()).startswith(reason)
+
+
+def test_what_disagrees_is_to_be_two_parameters() -> None:
+    roles = roles_of(*MLPS["two uses with another fan-in"][:2])
+    assert roles.refused["up"].endswith("make them parameters of their own, or declare its role")
 
 
 def test_one_matrix_as_query_and_key() -> None:
@@ -124,10 +181,10 @@ def test_one_matrix_as_query_and_key() -> None:
 
 
 def test_queries_keys_and_values_in_one_array() -> None:
-    def fused(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    def fused(s: Sizes) -> dict[str, tuple[int, ...]]:
         return {"qkv": (s["embed"], 3 * s["heads"] * s["head_dim"]), "o": heads(s)["o"]}
 
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def branch(p: Params, x: jax.Array) -> jax.Array:
         count, size, _ = p["o"].shape
         y = (x @ p["qkv"]).reshape(*x.shape[:2], 3, count, size)
         q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
@@ -140,97 +197,45 @@ def test_queries_keys_and_values_in_one_array() -> None:
 
 
 def test_an_axis_that_is_another_at_all_sizes() -> None:
-    def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
-        params = {"up": jax.ShapeDtypeStruct((s["patch"], s["embed"]), jnp.float32)}
-        return (
-            params,
-            lambda p, x: jnp.sum(x @ p["up"]),
-            jax.ShapeDtypeStruct((2, s["patch"]), jnp.float32),
-        )
-
-    samples = [({"patch": a, "embed": b, "mlp": b}, (a, b)) for a, b in ((5, 6), (10, 6), (5, 12))]
-    from mupax.train.studies.roles.deduce import Sample, axis_names
-
-    refused = axis_names([Sample(sizes, {"up": shape}) for sizes, shape in samples])[1]
-    assert refused == {
+    samples = []
+    for patch, embed in ((5, 6), (10, 6), (5, 12)):
+        sizes = {"patch": patch, "embed": embed, "mlp": embed}
+        samples.append(Sample(sizes, {"up": (patch, embed)}))
+    assert axis_names(samples)[1] == {
         "up": "dimension 1 is embed and mlp at all sizes; build the model so that each can change alone"
     }
+
+    # The control: a model without an MLP.
+    def build(s: Sizes) -> tuple[Any, Any, Any]:
+        shapes = {"up": (s["patch"], s["embed"])}
+        return arrays(shapes), lambda p, x: jnp.sum(x @ p["up"]), arrays((2, s["patch"]))
+
     assert list(models.roles_of(build, {"patch": 5, "embed": 6}).specs) == ["up"]
 
 
-def test_a_size_that_has_no_name() -> None:
-    roles = roles_of(
-        lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])},
-        run_mlp,
-    )
-    assert refusal(roles, "down", "up").startswith(
-        "dimension 0 is 4 x embed; make embed a dimension of its own, or name"
-    )
-    roles = roles_of(lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp)
-    assert refusal(roles, "down", "up").startswith(
-        "dimension 0, of size 9, grows with none of patch, embed, mlp"
-    )
-
-
-def test_a_product_over_a_part_of_an_axis() -> None:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.nn.gelu(x[..., :3] @ p["up"][:3]) @ p["down"]
-
-    assert refusal(roles_of(mlp, branch), "up").startswith(
-        "a product sums over 3 of the 6 along its dimension 0"
-    )
-
-
-def test_what_is_computed_of_a_parameter_first() -> None:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.nn.gelu(x @ jnp.tanh(p["up"])) @ p["down"]
-
-    assert refusal(roles_of(mlp, branch), "up").startswith(
-        "it is computed with (tanh) before it meets an activation"
-    )
-
-
-def test_a_product_of_two_parameters() -> None:
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return x @ (p["up"] @ p["down"])
-
-    assert refusal(roles_of(mlp, branch), "down", "up").startswith(
-        "it is computed with (dot) before it meets"
-    )
-
-
-def test_attention_without_a_softmax() -> None:
-    roles = roles_of(heads, attend(lambda logits: logits, "q", "k"), ATTENTION)
-    assert refusal(roles, "k", "o", "q", "v").startswith(
-        "a product of two activations that is not known as a softmax's attention"
-    )
-    roles = roles_of(heads, attend(jax.nn.sigmoid, "q", "k"), ATTENTION)
-    assert refusal(roles, "k", "o", "q", "v").startswith(
-        "a product of two activations that is not known as a softmax's attention"
-    )
-
-
-def test_a_softmax_over_queries() -> None:
-    """Slot attention: weights of a key add up to 1 over queries, and are summed over keys."""
-    roles = roles_of(
-        heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION
-    )
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda logits: logits,
+        jax.nn.sigmoid,
+        # Slot attention: weights of a key add up to 1 over queries, and are summed over keys.
+        lambda logits: jax.nn.softmax(logits, axis=-2),
+    ],
+)
+def test_attention_without_a_softmax_over_keys(weigh: Callable[[jax.Array], jax.Array]) -> None:
+    roles = roles_of(heads, attend(weigh, "q", "k"), ATTENTION)
     assert refusal(roles, "k", "o", "q", "v").startswith(
         "a product of two activations that is not known as a softmax's attention"
     )
 
 
 def test_experts_that_nothing_chooses() -> None:
-    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return {
-            "up": (s["experts"], s["embed"], s["mlp"]),
-            "down": (s["experts"], s["mlp"], s["embed"]),
-        }
+    def extra(s: Sizes) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in routed(s).items() if name != "router"}
 
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "btef,efd->btd", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"])), p["down"]
-        )
+    def branch(p: Params, x: jax.Array) -> jax.Array:
+        h = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
+        return jnp.einsum("btef,efd->btd", h, p["down"])
 
     roles = roles_of(extra, branch, SIZES | {"experts": 4})
     assert refusal(roles, "down", "up").startswith(
@@ -238,7 +243,7 @@ def test_experts_that_nothing_chooses() -> None:
     )
 
 
-def routed(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def routed(s: Sizes) -> dict[str, tuple[int, ...]]:
     up = (s["experts"], s["embed"], s["mlp"])
     return {"router": (s["embed"], s["experts"]), "up": up, "down": (up[0], up[2], up[1])}
 
@@ -246,7 +251,7 @@ def routed(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
 def in_groups(activation: Callable[[jax.Array], jax.Array]) -> Branch:
     """Rows in the order of their experts, by `jax.lax.ragged_dot`."""
 
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def branch(p: Params, x: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         scores, experts = (best[:, 0] for best in jax.lax.top_k(rows @ p["router"], 1))
         order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=len(p["up"]))
@@ -261,12 +266,13 @@ def test_experts_by_products_of_rows_in_groups() -> None:
     """And a control: without a nonlinearity between them they are no MLP."""
     roles = roles_of(routed, in_groups(jax.nn.gelu), SIZES | {"experts": 4})
     assert roles.refused == {}
-    specs = {name: (spec.group, spec.axes, spec.fan_in) for name, spec in roles.specs.items()}
-    assert {name: specs[name] for name in ("router", "up", "down")} == {
-        "router": ("block.router", ("embed", "experts"), ("embed",)),
-        "up": ("block.expert_in", ("experts", "embed", "mlp"), ("embed",)),
-        "down": ("block.expert_out", ("experts", "mlp", "embed"), ("mlp",)),
-    }
+    for name, group, axes, fan_in in (
+        ("router", "block.router", ("embed", "experts"), ("embed",)),
+        ("up", "block.expert_in", ("experts", "embed", "mlp"), ("embed",)),
+        ("down", "block.expert_out", ("experts", "mlp", "embed"), ("mlp",)),
+    ):
+        spec = roles.specs[name]
+        assert (spec.group, spec.axes, spec.fan_in) == (group, axes, fan_in)
     linear = roles_of(routed, in_groups(lambda h: h), SIZES | {"experts": 4})
     assert refusal(linear, "down", "up").startswith(
         "an index chooses among its matrices, and it is neither"
@@ -276,74 +282,55 @@ def test_experts_by_products_of_rows_in_groups() -> None:
 def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
     # The control: between the two it is a hidden matrix. A gain of its norm is refused.
 
-    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        wide = {
-            "mid": (s["mlp"], s["expert_dim"]),
-            "down": (s["expert_dim"], s["embed"]),
-            "gain": (s["expert_dim"],),
-        }
-        return mlp(s) | wide
+    def extra(s: Sizes) -> dict[str, tuple[int, ...]]:
+        size = s["expert_dim"]
+        return mlp(s) | {"mid": (s["mlp"], size), "down": (size, s["embed"]), "gain": (size,)}
 
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return (normed(jax.nn.gelu(jax.nn.gelu(x @ p["up"]) @ p["mid"])) * p["gain"]) @ p["down"]
+    def branch(p: Params, x: jax.Array) -> jax.Array:
+        h = jax.nn.gelu(jax.nn.gelu(x @ p["up"]) @ p["mid"])
+        return (normed(h) * p["gain"]) @ p["down"]
 
     roles = roles_of(extra, branch, SIZES | {"expert_dim": 22})
-    assert [roles.specs[name].group for name in ("up", "mid", "down")] == [
-        "block.mlp_in",
-        "block.hidden",
-        "block.mlp_out",
-    ]
+    groups = [roles.specs[name].group for name in ("up", "mid", "down")]
+    assert groups == ["block.mlp_in", "block.hidden", "block.mlp_out"]
     assert refusal(roles, "gain").startswith(
         "it multiplies a norm of what a nonlinearity made of the hidden"
     )
 
 
-def test_what_nothing_can_be_seen_through() -> None:
-    def callback(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        h = x @ p["up"]
-        return jax.pure_callback(lambda h: h, jax.ShapeDtypeStruct(h.shape, h.dtype), h) @ p["down"]
-
-    assert refusal(roles_of(mlp, callback), "down", "up").startswith(
-        "it reads or feeds pure_callback, through which nothing"
-    )
-
-    def loop(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return (
-            jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"]) @ p["down"]
-        )
-
-    assert refusal(roles_of(mlp, loop), "down", "up").startswith(
-        "it reads or feeds while, through which nothing"
-    )
+def vector(s: Sizes) -> dict[str, tuple[int, ...]]:
+    return mlp(s) | {"w": (s["embed"],)}
 
 
-def test_vectors_without_a_matrix_or_norm() -> None:
-    def vector(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return mlp(s) | {"w": (s["embed"],)}
+@pytest.mark.parametrize(
+    ("outside", "reason"),
+    [
+        (lambda p, x: x * p["w"], "it multiplies what no norm made, outside of all branches"),
+        (
+            lambda p, x: jnp.tanh(x) + p["w"],
+            "it is added to no matrix's product, as neither their bias nor a position",
+        ),
+    ],
+)
+def test_vectors_without_a_matrix_or_norm(outside: Branch, reason: str) -> None:
+    assert refusal(roles_of(vector, run_mlp, outside=outside), "w").startswith(reason)
 
-    scaled = roles_of(vector, run_mlp, outside=lambda p, x: x * p["w"])
-    assert refusal(scaled, "w").startswith(
-        "it multiplies what no norm made, outside of all branches"
-    )
-    added = roles_of(vector, run_mlp, outside=lambda p, x: jnp.tanh(x) + p["w"])
-    assert refusal(added, "w").startswith(
-        "it is added to no matrix's product, as neither their bias nor a position"
-    )
-    bias = roles_of(
-        vector, run_mlp, outside=lambda p, x: x + p["w"]
-    )  # h + x @ down + w, which is (h + x @ down) + w
-    assert (bias.refused, bias.specs["w"].group) == ({}, "block.mlp_out.bias")
+
+def test_a_vector_after_a_branch_is_the_bias_of_its_last_matrix() -> None:
+    # h + x @ down + w, which is (h + x @ down) + w.
+    roles = roles_of(vector, run_mlp, outside=lambda p, x: x + p["w"])
+    assert (roles.refused, roles.specs["w"].group) == ({}, "block.mlp_out.bias")
 
 
 def test_a_norm_between_branches() -> None:
     # Post-norm: no declaration says whether depth rules apply to a gain of the stream itself.
 
-    def outside(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def outside(p: Params, x: jax.Array) -> jax.Array:
         x = normed(x) * p["w"]
         return x + jax.nn.gelu(x @ p["up2"]) @ p["down2"]
 
-    def shapes(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return mlp(s) | {f"{name}2": shape for name, shape in mlp(s).items()} | {"w": (s["embed"],)}
+    def shapes(s: Sizes) -> dict[str, tuple[int, ...]]:
+        return vector(s) | {f"{name}2": shape for name, shape in mlp(s).items()}
 
     reason = refusal(roles_of(shapes, run_mlp, outside=outside), "w")
     assert reason.startswith("it acts on the stream itself between two branches")
@@ -357,7 +344,7 @@ def test_sizes_that_are_no_axes() -> None:
 
 
 def test_other_parameters_at_other_sizes() -> None:
-    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    def extra(s: Sizes) -> dict[str, tuple[int, ...]]:
         return mlp(s) | ({"more": (s["embed"],)} if s["mlp"] > 20 else {})
 
     with pytest.raises(PresetError, match="with mlp 28 the model has other parameters: more"):
