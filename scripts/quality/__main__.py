@@ -134,8 +134,8 @@ class Study:
                 return
             smallest = cell.sizes[0]
             constants = cell.searched + joined
-            found = self.work.searched(arm, smallest, self.base, constants, in_turn=True)
-            settings.append(found)
+            base_setting = self.work.searched(arm, smallest, self.base, constants, in_turn=True)
+            settings.append(base_setting)
         for size in cell.sizes[len(settings) : cell.sizes.index(last) + 1]:
             self._add_size(arm, size)
 

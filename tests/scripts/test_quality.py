@@ -140,7 +140,7 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_a
 class Bowls:
     """Trainer without runs: losses have their minimum two steps from a setting's zero.
 
-    The rate of `block.key` counts at every size, so it is found at the base if it is searched there.
+    The rate of `block.key` counts at every size, so it is arms at the base if it is searched there.
     """
 
     seconds = 1.0
@@ -186,13 +186,13 @@ def test_groups_that_join_the_search_of_sp_are_tuned_at_the_base_too(
     cell.folder.mkdir()
     with StopRequest() as stop:
         quality.measure(cell, stop)
-    found = {
+    arms = {
         arm["label"]: arm for arm in json.loads((cell.folder / "result.json").read_text())["arms"]
     }
     more = f"{MUP}, {MORE}"
     key_rates = {}
     for label in (MUP, more):
-        sizes = found[label]["sizes"]
+        sizes = arms[label]["sizes"]
         key_rates[label] = [row["octaves"].get("rates.block.key") for row in sizes]
     # The control, `mup`, tunes four constants at the base and has the recipe's rate of keys.
     assert key_rates == {MUP: [None] * 4, more: [2.0] * 4}
