@@ -140,7 +140,7 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_a
 class Bowls:
     """Trainer without runs: losses have their minimum two steps from a setting's zero.
 
-    The rate of `block.key` counts at every size, so it is arms at the base if it is searched there.
+    The rate of `block.key` counts at every size, so a search at the base finds it.
     """
 
     seconds = 1.0
