@@ -18,7 +18,6 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT, harness
 from scripts.check import theory_and_measurement
-from tests.train.studies.check.optimized import optimized
 
 
 @pytest.mark.parametrize(
@@ -136,12 +135,7 @@ def test_python_refuses_what_two_sizes_cannot_decide():
             check.study(few, mup, adam, {})
 
 
-def test_a_model_from_outside_the_zoo_passes(monkeypatch):
-    def optimized_series(*args):
-        return optimized(series(*args))
-
-    series = check.Series
-    monkeypatch.setattr(check, "Series", optimized_series)
+def test_a_model_from_outside_the_zoo_passes():
     example = runpy.run_path(str(ROOT / "docs" / "howto" / "mixer.py"))
     assert example["main"]()
 

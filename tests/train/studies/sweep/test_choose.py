@@ -65,18 +65,25 @@ def timed(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
 
 
+def two_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trials train points together, too, two at a time."""
+    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 0)
+    monkeypatch.setattr(sweep_pack, "points_per_batch", lambda program, count, *rest: min(count, 2))
+
+
 def test_a_trial_says_what_is_faster(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = {(1, 1): 0.01, (4, 1): 0.02}
+    seconds = {(1, 1): 0.01, (2, 1): 0.01}
     timed(monkeypatch, seconds, cores=1)
-    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 0)
+    two_fit(monkeypatch)
     notes: list[str] = []
-    rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    rows = sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one)
     assert {row.how for row in rows} == {"together"}
     assert "together: a step takes 10 ms one by one, 5 ms together" in notes
-    seconds[4, 1] = 0.1
-    rows = sweep.run(points(config_of(text)), tmp_path / "b", evaluated=False, watcher=Noted(notes))
+    seconds[2, 1] = 0.05
+    rows = sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), devices=one)
     assert {row.how for row in rows} == {"in turn"}
     assert "in turn: a step takes 10 ms one by one, 25 ms together" in notes
 
@@ -133,8 +140,9 @@ def test_side_by_side_points_have_the_same_bits(
     assert [(row.curve, row.eval_loss) for row in rows] == [
         (row.curve, row.eval_loss) for row in on_one
     ]
-    # Eight devices of one program would wait for each other.
-    sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), evaluated=False)
+    # Devices of one program would wait for each other.
+    two = jax.devices()[:2]
+    sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), evaluated=False, devices=two)
     assert notes[-1] == "in turn: a step takes 10 ms one by one"
 
 
@@ -191,13 +199,7 @@ def test_side_by_side_the_watcher_is_told_one_thing_at_a_time(
     timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
     monkeypatch.setattr(work, "FETCH_EVERY", 1)
     crowded = Crowded()
-    sweep.run(
-        points(config_of(text)),
-        tmp_path,
-        watcher=crowded,
-        devices=jax.devices()[:1],
-        evaluated=False,
-    )
+    sweep.run(points(config_of(text)), tmp_path, watcher=crowded, devices=jax.devices()[:1])
     assert crowded.calls == 4 * (STEPS + 1)
     assert crowded.most == 1
 
@@ -226,7 +228,7 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     notes: list[str] = []
     chosen, one = points(config_of(text)), jax.devices()[:1]
-    sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one, evaluated=False)
+    sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one)
     assert re.fullmatch(
         r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1]
     )
@@ -246,16 +248,15 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
 
     monkeypatch.setattr(sweep_pack, "compile_trainer", broken)
     with pytest.raises(MemoryError, match="no room for a second state"):
-        sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
+        sweep.run(chosen, tmp_path / "b", devices=one)
 
 
 def test_later_rounds_keep_what_the_trial_found(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
-    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 0)
-    monkeypatch.setattr(sweep_pack, "points_per_batch", lambda program, count, *rest: min(count, 2))
-    engine = sweep.Sweep(tmp_path, evaluated=False)
+    two_fit(monkeypatch)
+    engine = sweep.Sweep(tmp_path, devices=jax.devices()[:1])
     hows = [
         [row.how for row in engine.run(points(config_of(text), rates))]
         for rates in (RATES, (2.0**-6, 2.0**-5))

@@ -6,8 +6,7 @@ import dataclasses
 import gzip
 import json
 import shlex
-import subprocess
-import sys
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,15 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.checkpoints.layout import Manifest
-from mupax.train.config.run import MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import Config, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import losses as saved
 from mupax.train.studies.sweep import rows as sweep_rows
 from mupax.train.studies.sweep import sweep, trainer, work
 from mupax.train.studies.sweep.rows import Row, Rows
+from mupax.train.studies.sweep.table import LiveTable
 from scripts.bench.runs import sweep_cost
+from tests.fixtures.commands import command
 from tests.train.studies.sweep.small_sweeps import (
     RATES,
     STEPS,
@@ -68,25 +69,34 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     assert len({point.curve for point in in_turn}) == len(in_turn)
 
 
+@pytest.fixture(scope="module")
+def accumulated(
+    text: str, shared_trainers: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Config], list[Row]]:
+    """Two centred points that accumulate gradients, and one more of a rate of one percent more.
+
+    Their rows are of training in turn.
+    """
+    config = config_of(text, accumulation_steps=2, model={"centered": True})
+    chosen = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
+    chosen += points(config, (1.01 * RATES[0],), 1)
+    folder = tmp_path_factory.mktemp("turn")
+    return chosen, sweep.run(chosen, folder, how="in-turn", evaluated=False)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        (MeshConfig(data=1, tensor=2, sweep=4), {"accumulation_steps": 2}),
-        (MeshConfig(data=1, sweep=8), {"model": {"centered": True}}),
-    ],
-    ids=["split over tensor and sweep", "centred, split over sweep"],
+    "mesh",
+    [MeshConfig(data=1, tensor=2, sweep=4), MeshConfig(data=1, sweep=8)],
+    ids=["split over tensor and sweep", "split over sweep"],
 )
 def test_together_points_train_as_in_turn(
-    text: str, tmp_path: Path, mesh: MeshConfig, changes: dict[str, Any]
+    accumulated: tuple[list[Config], list[Row]], tmp_path: Path, mesh: MeshConfig
 ) -> None:
     assert len(jax.devices()) == 8
-    config = config_of(text, **changes)
-    two = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
-    wrong = points(config, (1.01 * RATES[0],), 1)
-    *alone, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
-    on_mesh = [dataclasses.replace(point, mesh=mesh) for point in two]
-    together = sweep.run(on_mesh, tmp_path / "all", how="together")
+    configs, (*alone, near) = accumulated
+    on_mesh = [dataclasses.replace(point, mesh=mesh) for point in configs[:2]]
+    together = sweep.run(on_mesh, tmp_path, how="together")
     assert [row.how for row in alone] == ["in turn"] * 2
     assert [row.how for row in together] == ["together"] * 2
     np.testing.assert_allclose(curves(together)[:, :10], curves(alone)[:, :10], rtol=1e-5)
@@ -234,11 +244,11 @@ def test_other_points_do_not_go_on_from_those_in_training(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 1)
-    first, second, third = points(config_of(text), (*RATES, 2.0**-5), seeds=1)
+    *first, second, third = points(config_of(text), (*RATES, 2.0**-5))[:5]
     with pytest.raises(sweep.Stopped):
-        sweep.run([first, second], tmp_path, how="together", stop=lambda: True, evaluated=False)
+        sweep.run([*first, second], tmp_path, how="together", stop=lambda: True)
     notes: list[str] = []
-    sweep.run([first, third], tmp_path, how="together", watcher=Noted(notes), evaluated=False)
+    sweep.run([*first, third], tmp_path, how="together", watcher=Noted(notes))
     assert notes == []
 
 
@@ -273,26 +283,29 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
 
 
 def test_a_signal_stops_the_command_which_then_goes_on(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["sweep", "lm-tiny", *shlex.split(sweep_cost.TINY), "--data.name", text]
-    words += ["--steps", "120", "--how", "in-turn", "--lr", "2^-9:2^-6:4", "--no-eval"]
-    words += ["--out", str(tmp_path)]
-    command = [sys.executable, "-u", "-m", "mupax", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert any(line.startswith("1/4") for line in child.stdout)
-        child.terminate()
-        out, err = child.communicate(timeout=60)
-    assert child.returncode == 143, err
-    assert "stopped by SIGTERM" in out
-    assert "Traceback" not in err
+    monkeypatch.setattr(work, "FETCH_EVERY", 4)
+    words = f"sweep lm-tiny {sweep_cost.TINY} --data.name {text} --steps 12 --how in-turn"
+    words += f" --lr 2^-9:2^-6:4 --no-eval --out {tmp_path}"
+    told: list[int] = []
+
+    def training(self: LiveTable, points: Any, step: int, losses: Any) -> None:
+        told.append(step)
+        if told == [4, 8, 12, 4]:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveTable, "training", training)
+        stopped = command(words)
+    assert stopped.code == 143, stopped.err
+    assert "stopped by SIGTERM" in stopped.out
+    assert "Traceback" not in stopped.err
     before = (tmp_path / "points.jsonl").read_text()
-    assert 1 <= len(before.splitlines()) < 4
-    assert main(words) == 0
-    assert "going on at step" in capsys.readouterr().out
+    assert len(before.splitlines()) == 1
+    continued = command(words)
+    assert continued.code == 0, continued.err
+    assert "going on at step" in continued.out
     after = (tmp_path / "points.jsonl").read_text()
     assert after.startswith(before)
     assert len(after.splitlines()) == 4
