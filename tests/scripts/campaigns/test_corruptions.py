@@ -22,8 +22,8 @@ from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
 
-TURNS = 3
-FIRST = 2
+TURNS = 2
+FIRST = 3
 """Damages of every kind, and the first seed: the last turn damages both checkpoints."""
 
 

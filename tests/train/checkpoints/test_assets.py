@@ -25,12 +25,22 @@ from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse import trained
 from tests.fixtures.commands import command, last_of_each_flag
+from tests.fixtures.devices import one_device
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.generators import shared_generators
+from tests.fixtures.idle_steps import idle_steps
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import VOCABULARY, untrained, working_folder
 
-__all__ = ["bucket", "emulator", "shared_generators", "shared_programs", "untrained"]  # fixtures
+__all__ = [  # fixtures
+    "bucket",
+    "emulator",
+    "idle_steps",
+    "one_device",
+    "shared_generators",
+    "shared_programs",
+    "untrained",
+]
 
 MODEL = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 48 --model.vocab-size 300"
@@ -79,7 +89,12 @@ def reads_its_tokenizer(workdir: str, step: int | None = None) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def project(
+    tmp_path_factory: pytest.TempPathFactory,
+    idle_steps: None,
+    one_device: None,
+    shared_programs: None,
+) -> Iterator[Path]:
     """A folder with texts, conversations, and the run `lm` whose tokenizer was made from its texts."""
     with working_folder(tmp_path_factory.mktemp("project")) as path:
         write_texts(path / "texts", 0)

@@ -23,11 +23,12 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
 from tests.fixtures.commands import Done, command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import folder, losses
 from tests.fixtures.small_runs import train as train_small
 
-__all__ = ["folder", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 NAMES = [
     "plain",

@@ -70,62 +70,91 @@ def test_a_signal_saves_and_the_run_goes_on(
 
 
 # What is no exception: one raised inside XLA ends the process with a segmentation fault, and orbax makes an error of it.
-LISTENING = """
+LISTEN = """
 import os, signal, sys, time
 from mupax.train.parallel.processes import StopRequest
-if "notebook" in sys.argv:
-    sys.ps1 = "In : "
-with StopRequest() as stop:
-    if "defer" in sys.argv:
-        stop.defer()
-    if "deferred" in sys.argv:  # what a study does between the points that it trains
-        with stop.deferring():
-            pass
-    try:
-        for word in sys.argv[1:]:
-            if word.startswith("SIG"):
-                time.sleep(0.4 if "apart" in sys.argv else 0)
-                os.kill(os.getpid(), signal.Signals[word])
-        time.sleep(1.5)  # what the main thread is at
-    except BaseException as error:
-        print("raised", type(error).__name__, end=" ")
-    print("saved")
-sys.exit(stop.exit_code)
+def listen(words):
+    if "notebook" in words:
+        sys.ps1 = "In : "
+    with StopRequest() as stop:
+        if "defer" in words:
+            stop.defer()
+        if "deferred" in words:  # what a study does between the points that it trains
+            with stop.deferring():
+                pass
+        try:
+            for word in words:
+                if word.startswith("SIG"):
+                    time.sleep(0.4 if "apart" in words else 0)
+                    os.kill(os.getpid(), signal.Signals[word])
+            time.sleep(1.5)  # what the main thread is at
+        except BaseException as error:
+            print("raised", type(error).__name__, end=" ")
+        print("saved")
+    sys.exit(stop.exit_code)
 """
+IN_FORKS = """
+def fork(number, line):
+    pid = os.fork()
+    if not pid:
+        for stream in (1, 2):
+            os.dup2(os.open(f"{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        listen(line.split())
+    return pid
+pids = [fork(number, line) for number, line in enumerate(sys.argv[1:])]
+print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+"""
+"""Every case is a process of its own, and they wait at the same time."""
+LISTENED = [
+    ("defer SIGTERM", 143, "saved", ""),
+    ("defer SIGHUP SIGHUP apart", 129, "saved", ""),  # of the terminal and of the shell in it
+    ("defer SIGUSR1 SIGTERM apart", 138, "saved", ""),
+    ("defer SIGTERM SIGTERM", 143, "saved", ""),  # as `timeout` sends them
+    ("defer SIGTERM SIGINT apart", 143, "saved", "SIGINT again: the run ends once it is saved; a third signal ends it at once"),
+    ("defer SIGTERM SIGTERM apart", 143, "saved", "SIGTERM again: the run ends once it is saved"),
+    ("defer SIGTERM SIGINT SIGTERM apart", 143, "", "SIGINT again: the run ends once it is saved"),
+    ("notebook defer SIGINT SIGINT apart", 130, "saved", ""),
+    ("notebook defer SIGINT SIGINT SIGINT apart", 130, "raised KeyboardInterrupt saved", ""),
+    ("SIGTERM", 143, "", "stopped by SIGTERM with nothing to save: checkpoints are as they were"),
+    ("notebook defer SIGINT", 130, "saved", ""),
+    ("notebook SIGINT", 0, "raised KeyboardInterrupt saved", ""),
+    ("deferred SIGINT", 130, "", "stopped by SIGINT with nothing to save: checkpoints are as they were"),
+    ("SIGHUP", 129, "", "stopped by SIGHUP with nothing to save: checkpoints are as they were"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def listened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Words of each case to the exit code and both outputs."""
+    folder = tmp_path_factory.mktemp("listened")
+    lines = [words for words, *_ in LISTENED]
+    done = subprocess.run(
+        [sys.executable, "-c", LISTEN + IN_FORKS, *lines],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    ended: dict[str, tuple[int, str, str]] = {}
+    for number, (line, code) in enumerate(zip(lines, done.stdout.split(), strict=True)):
+        out, err = [(folder / f"{number}.{stream}").read_text() for stream in (1, 2)]
+        ended[line] = int(code), out.strip(), err
+    return ended
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("words", "code", "out", "err"),
-    [
-        ("defer SIGTERM", 143, "saved", ""),
-        ("defer SIGHUP SIGHUP apart", 129, "saved", ""),  # of the terminal and of the shell in it
-        ("defer SIGUSR1 SIGTERM apart", 138, "saved", ""),
-        ("defer SIGTERM SIGTERM", 143, "saved", ""),  # as `timeout` sends them
-        ("defer SIGTERM SIGINT apart", 143, "saved", "SIGINT again: the run ends once it is saved; a third signal ends it at once"),
-        ("defer SIGTERM SIGTERM apart", 143, "saved", "SIGTERM again: the run ends once it is saved"),
-        ("defer SIGTERM SIGINT SIGTERM apart", 143, "", "SIGINT again: the run ends once it is saved"),
-        ("notebook defer SIGINT SIGINT apart", 130, "saved", ""),
-        ("notebook defer SIGINT SIGINT SIGINT apart", 130, "raised KeyboardInterrupt saved", ""),
-        ("SIGTERM", 143, "", "stopped by SIGTERM with nothing to save: checkpoints are as they were"),
-        ("notebook defer SIGINT", 130, "saved", ""),
-        ("notebook SIGINT", 0, "raised KeyboardInterrupt saved", ""),
-        ("deferred SIGINT", 130, "", "stopped by SIGINT with nothing to save: checkpoints are as they were"),
-        ("SIGHUP", 129, "", "stopped by SIGHUP with nothing to save: checkpoints are as they were"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "out", "err"), LISTENED)
 def test_two_signals_are_noted_and_a_third_one_ends_at_once(
-    words: str, code: int, out: str, err: str
+    words: str, code: int, out: str, err: str, listened: dict[str, tuple[int, str, str]]
 ) -> None:
-    command = [sys.executable, "-c", LISTENING, *words.split()]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (code, out), done.stderr
-    assert done.stderr.startswith(err)
-    is_cut = "at once by one more SIGTERM: what was being saved is lost, earlier" in done.stderr
+    returncode, stdout, stderr = listened[words]
+    assert (returncode, stdout) == (code, out), stderr
+    assert stderr.startswith(err)
+    is_cut = "at once by one more SIGTERM: what was being saved is lost, earlier" in stderr
     assert is_cut == (words == "defer SIGTERM SIGINT SIGTERM apart")
-    assert len(done.stderr.splitlines()) == bool(err) + is_cut
+    assert len(stderr.splitlines()) == bool(err) + is_cut
 
 
 def test_a_third_signal_ends_a_run_whose_output_nobody_reads() -> None:
@@ -135,7 +164,7 @@ def test_a_third_signal_ends_a_run_whose_output_nobody_reads() -> None:
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", LISTENING, *words],
+            [sys.executable, "-c", f"{LISTEN}listen(sys.argv)", *words],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=writer,

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import refuse, rows_with, succeed
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 TRAIN = (
     "train lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -22,9 +23,12 @@ from mupax.train.data import images
 from mupax.train.reuse import runs
 from mupax.train.reuse.predict.scores import scores, table
 from mupax.zoo.definition import definition
+from mupax.zoo.transformer import RoutingConfig
 from tests.fixtures.devices import one_device
+from tests.fixtures.idle_steps import steps_idle
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, read_json, refuse, rows_with, succeed
+from tests.train.reuse.random_weights import LLAMA, published
 
 __all__ = ["one_device", "shared_programs"]  # fixtures
 
@@ -54,7 +58,7 @@ def digits() -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(
-    tmp_path_factory: pytest.TempPathFactory, digits: Any, one_device: None
+    tmp_path_factory: pytest.TempPathFactory, digits: Any, one_device: None, shared_programs: None
 ) -> Iterator[Path]:
     """Return the current folder, with the run `vit` and the images that tests name.
 
@@ -325,16 +329,11 @@ def test_weights_of_experts_alone_have_a_rate_by_width() -> None:
     """Their blocks have no MLP, whose matrix gives the rate otherwise."""
     Path("verse").mkdir()
     Path("verse/a.txt").write_text("once upon a time\n" * 999)
-    succeed(
-        "train lm-tiny --data.name text:verse --steps 1 --optimizer.warmup-steps 0 "
-        "--data.batch-size 8 --data.eval-examples 8 --model.width 16 --model.num-heads 2 "
-        "--model.seq-len 16 --model.depth 1 --model.experts 2 --model.routing.gate softmax "
-        "--model.routing.capacity-factor None "
-        "--preset.name sp --preset.base None --log.no-samples --log.no-tensorboard "
-        "--workdir experts"
-    )
-    succeed("export experts --out experts-hf")
-    err = succeed("finetune verse --from experts-hf --print-config").err
+    routing = RoutingConfig(gate="softmax")
+    model = dataclasses.replace(LLAMA, width=16, vocab_size=256, experts=2, routing=routing)
+    published(Path("experts"), model)
+    words = "--data.tokenizer bytes --print-config"
+    err = succeed("finetune verse --from experts", words).err
     assert "rate 0.0024, so that matrices move at 5e-5 x 768 / width = 0.0024 under sp" in err
 
 
@@ -450,7 +449,8 @@ def coloured(folder: Path) -> None:
                 pixels = draw.integers(0, 90, (8, 8, 3)).astype(np.uint8)
                 pixels[..., channel] += 120
                 Image.fromarray(pixels).save(Path(place, name, f"{place}{i}.png"))
-    result = succeed(COLOURED, "--steps 2 --data.evaluate held=images:held")
+    with steps_idle():
+        result = succeed(COLOURED, "--steps 2 --data.evaluate held=images:held")
     assert "--model.channels" in result.err
 
 
@@ -490,7 +490,8 @@ def test_a_run_of_an_older_version_keeps_how_it_read_images(coloured: None) -> N
         pixels |= {"fit": "centre", "resize": None}
     Path("coloured/config.json").write_text(json.dumps(record))
     succeed("eval coloured")
-    result = succeed(COLOURED, "--steps 3 --resume --resume-change schedule")
+    with steps_idle():
+        result = succeed(COLOURED, "--steps 3 --resume --resume-change schedule")
     assert "changed since: data.pixels" not in result.out + result.err
     record = read_json("coloured/config.json")
     for pixels in (record["config"]["data"]["pixels"], record["data"]["pixels"]):

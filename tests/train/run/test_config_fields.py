@@ -43,6 +43,7 @@ from mupax.train.parallel import distributed
 from mupax.train.parallel.processes import place
 from mupax.train.run import loop
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, EncoderDecoderConfig, ViTConfig
+from tests.fixtures.devices import smallest_meshes
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import folder
 
@@ -158,8 +159,9 @@ def same(observe: Callable[[Config], Any], one: Config, other: Config) -> bool:
 
 @functools.cache
 def start(config: Config) -> bytes:
-    """Return the initial parameters."""
-    params = assemble(config).initial_state().params
+    """Return the initial parameters of one layer."""
+    with smallest_meshes():
+        params = assemble(changed(config, "model.depth", 1)).initial_state().params
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
 
 
@@ -183,7 +185,7 @@ def run(config: Config) -> tuple[list[str], dict[str, Any]]:
     """Return the files of a run, checkpoints among them, and what it prints of its course."""
     text = Path("text.txt").absolute()
     out = io.StringIO()
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place), smallest_meshes():
         shutil.copy(text, place)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             assert loop.run(config) == 0

@@ -14,9 +14,10 @@ from mupax import MupaxError, train
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig
 from mupax.train.run import hooks as run_hooks
 from mupax.train.run import loop
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
-__all__ = ["shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 STEPS = 6
 

@@ -11,10 +11,11 @@ import pytest
 
 from tests.fixtures import small_runs
 from tests.fixtures.commands import Done
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import folder, record_of
 
-__all__ = ["folder", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 BASE = (
     "--preset.base lm-proxy,batch=4,tokens=1280 --optimizer.peak-lr 0.02 "

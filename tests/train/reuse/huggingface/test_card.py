@@ -15,10 +15,11 @@ from huggingface_hub import ModelCard
 
 from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import licences
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, rows_with, succeed
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 STUDY = "mup:lm-python-v1"
 TRAIN = (
@@ -30,7 +31,9 @@ TRAIN = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, one_device: None, shared_programs: None
+) -> Iterator[Path]:
     """Return the current folder, with a run `tuned` under a tuned preset, and a run `other`.
 
     `other` has another learning rate and a moving average.

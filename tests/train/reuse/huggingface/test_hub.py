@@ -17,13 +17,14 @@ from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.huggingface.tensorfile import SINGLE
+from tests.fixtures.devices import one_device
 from tests.fixtures.generators import shared_generators
 from tests.fixtures.hub import TOKEN, ModelHub, model_hub
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, read_json, rows_with, succeed
 from tests.train.reuse.random_weights import random_params, source_of
 
-__all__ = ["shared_generators", "shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_generators", "shared_programs"]  # fixtures
 
 NOBODY = "http://127.0.0.1:9"
 """An address at which nothing answers."""

@@ -24,14 +24,16 @@ from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.texts import Texts
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
+from tests.fixtures.devices import one_device
 from tests.fixtures.generators import shared_generators
+from tests.fixtures.idle_steps import idle_steps
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_assets import of_an_older_version
 from tests.train.reuse.commands import call, change_json, read_json, succeed
 from tests.train.reuse.huggingface.parity_marks import needs_transformers
 from tests.train.reuse.random_weights import LLAMA, published
 
-__all__ = ["shared_generators", "shared_programs"]  # fixtures
+__all__ = ["idle_steps", "one_device", "shared_generators", "shared_programs"]  # fixtures
 
 MODEL = dataclasses.replace(LLAMA, width=8, depth=1, mlp_ratio=2.5, vocab_size=300, seq_len=32)
 TINY = (

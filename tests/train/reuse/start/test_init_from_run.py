@@ -15,11 +15,12 @@ from mupax.train.config.record import from_json
 from mupax.train.core.program import assemble
 from mupax.train.reuse import runs, trained
 from mupax.train.reuse.start import init_from
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, change_json, read_json, refuse, rows_with, succeed
 from tests.train.reuse.random_weights import published
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 # All runs keep an average, so that they share a program.
 FLAGS = (
@@ -145,18 +146,14 @@ def test_a_run_starts_from_the_average(current: Path) -> None:
     assert "kept no moving average" in err
 
 
-def test_growing_says_how_many_examples_it_compared(current: Path) -> None:
+def test_a_run_is_grown_and_goes_on(current: Path) -> None:
     config = read_json("old/config.json")["config"]
     config["data"]["eval_batch_size"] = 2
     change_json(Path("old/config.json"), config=config)
-    out = succeed("grow old --steps 6 --out grown --set depth=2").out
-    assert "logits of 2 evaluation examples" in out
-
-
-def test_a_run_is_grown_and_goes_on(current: Path) -> None:
     sizes = "num_heads=4 head_dim=8 mlp_ratio=3 depth=2"
     out = succeed("grow old --steps 6 --out grown --set", sizes).out
     assert "mlp 40 to 48, new: 0" in out
+    assert "logits of 2 evaluation examples" in out
     largest, top = [
         float(out.split(text)[1].split()[0].strip(","))
         for text in ("differ by at most", "largest being")

@@ -22,6 +22,7 @@ from mupax.train.data.records import corpus
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
 from tests.fixtures.commands import Done, command, last_of_each_flag
+from tests.fixtures.devices import one_device
 from tests.fixtures.generators import shared_generators
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
@@ -33,7 +34,7 @@ from tests.fixtures.small_runs import (
     write_text,
 )
 
-__all__ = ["shared_generators", "shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_generators", "shared_programs"]  # fixtures
 
 LM = last_of_each_flag(
     f"{RUN} --data.eval-examples 100 --steps 4 --log.eval-every-steps 2 --log.no-tensorboard "
@@ -57,7 +58,9 @@ def succeeded(*words: str, err: str | None = "", stdin: str = "") -> Done:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, one_device: None, shared_programs: None
+) -> Iterator[Path]:
     """A folder with a run of a language model with an average, one of a ViT, and two texts."""
     with working_folder(tmp_path_factory.mktemp("use")) as path:
         write_text(path / "text.txt")
@@ -205,7 +208,7 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ),
         ("eval lm --data.nam x", "no flag is named --data.nam; did you mean --data.name"),
         ("eval lm --data.name text:none.txt", "none.txt"),
-        ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
+        ("eval lm --mesh.data 9", "the mesh needs 9 devices"),
         ("generate nothing --prompt a", "nothing: no run and no weights there"),
         (
             "generate vit --prompt a",

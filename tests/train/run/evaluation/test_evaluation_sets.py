@@ -17,10 +17,11 @@ from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report.mirrors.trackers import scalars
 from tests.fixtures.commands import Done, command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import evaluations, folder, record_of, train, untrained, write_text
 
-__all__ = ["folder", "shared_programs", "untrained"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs", "untrained"]  # fixtures
 
 WORDS = "--log.eval-every-steps 2 --steps 3 --ema.decay 0.5 --log.no-tensorboard"
 SETS = "--data.evaluate own=text:text.txt my_other=text:other.txt"

@@ -13,11 +13,12 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import LogConfig, StopConfig
 from mupax.train.run.report import metrics
 from mupax.train.run.report.metrics import Evaluations
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import STEPS, checkpoints, folder, rows, train
 from tests.train.run.saves.test_best_checkpoint import scripted
 
-__all__ = ["folder", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 WORDS = "--log.eval-every-steps 1 --checkpoint.every-steps 3 --log.no-tensorboard"
 

@@ -17,10 +17,11 @@ from mupax.train.reuse import trained
 from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
 from tests.fixtures.commands import Done, command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import checkpoints, folder, record_of, rows, train, untrained
 
-__all__ = ["folder", "shared_programs", "untrained"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs", "untrained"]  # fixtures
 
 LAST = 5
 LOSSES = {1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 6.0}

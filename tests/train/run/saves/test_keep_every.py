@@ -10,11 +10,12 @@ import pytest
 
 from mupax.train.checkpoints import checkpointer
 from tests.fixtures.commands import Done, command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import checkpoints, folder, train
 from tests.train.run.saves.test_best_checkpoint import LOSSES, scripted
 
-__all__ = ["folder", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 LAST = 7
 MEASURED = {**LOSSES, **dict.fromkeys(range(5, 20), 6.0)}

@@ -13,10 +13,11 @@ from mupax.presets.tuned import find
 from mupax.train.config import cli, tuned
 from mupax.train.config.record import from_json, to_json
 from tests.fixtures.commands import Done, command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import record_of
 
-__all__ = ["shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence" / "tuned"
 USE = "mup:vit-endless-v1"
