@@ -144,7 +144,7 @@ def test_the_command_measures_a_small_model_in_a_child_and_a_sweep(
     child_answer = gpu_mfu.answer
 
     def seconds_here(words: list[str]) -> float:
-        assert mupax.main(words) == 0
+        assert mupax.main([*words, "--log.no-tensorboard", "--log.no-samples"]) == 0
         return 0.5
 
     def answer(point: Point, args: gpu_mfu.Options, timeout_s: float) -> dict[str, Any]:

@@ -26,14 +26,16 @@ from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.zoo import configs
 from scripts.bench.runs import sweep_cost
+from tests.fixtures.programs import shared_programs
 from tests.train.studies.sweep.small_sweeps import COMMAND, config_of, points, text
 
-__all__ = ["text"]  # fixtures
+__all__ = ["shared_programs", "text"]  # fixtures
 
 
 def test_the_command_ends_in_a_table_and_a_file(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     vary = ["--vary", "preset.rates.readout=0.5,1", "--sizes", "heads=4"]
     words = words_of(text, tmp_path / "out", "2^-9:2^-7:2", *vary)
     assert main([*words, "--dry-run"]) == 0
@@ -317,6 +319,7 @@ def test_the_benchmark_counts_whole_commands(
         return 3.0
 
     monkeypatch.setattr(sweep_cost, "_seconds", run)
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
     assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
     assert ran == ["train", "sweep", "train"]

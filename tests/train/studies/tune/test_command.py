@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from mupax.__main__ import main
@@ -42,9 +43,9 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
         "--over",
         OVER,
         "--points",
-        "9",
+        "6",
         "--batch",
-        "4",
+        "3",
         "--seeds",
         "2",
     ]
@@ -52,7 +53,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert main(words) == 0
     assert len(compiled) == 1
     out = capsys.readouterr().out
-    assert "ended: all 9 points are tried" in out
+    assert "ended: all 6 points are tried" in out
     lines = out.splitlines()
     answer = next(
         i
@@ -63,7 +64,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert lines[answer + 1].startswith("Next: ")
     assert any(line.startswith(" constant") for line in lines[answer + 2 :])
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert len(record["points"]) == 9
+    assert len(record["points"]) == 6
     assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
     assert all(
         len(point["losses"]) == 2 or point["worse_than"] is not None for point in record["points"]
@@ -83,6 +84,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert "readout.lr = " in find.described(saved)
 
     # Again: nothing is trained, and the same is found.
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     monkeypatch.setattr(sweep.ExecutionTrial, "trainer", lambda *_: pytest.fail("trained"))
     assert main(words) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
@@ -171,7 +173,10 @@ def test_what_is_no_search_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_winner_is_below_the_start_where_there_is_room(text: str, tmp_path: Path) -> None:
+def test_the_winner_is_below_the_start_where_there_is_room(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     # The recipe's rate over 64: what a search must mend.
     words = [
         "tune",
