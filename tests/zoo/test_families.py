@@ -37,9 +37,10 @@ from mupax.train.studies.check import check
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 from mupax.zoo.definition import definition
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
-__all__ = ["shared_programs"]  # a fixture: runs of this file share what is compiled
+__all__ = ["one_device", "shared_programs"]  # fixtures: runs of this file share what is compiled
 
 MIXER = MixerConfig(
     width=16,

@@ -24,9 +24,10 @@ from mupax.train.pods import topology
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
 from tests.fixtures import commands
 from tests.fixtures.commands import Done
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
-__all__ = ["shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 SIGN = """
 import optax

@@ -40,7 +40,10 @@ from mupax.zoo.configs import (
 from mupax.zoo.encoder_decoder import model as encoder_decoder
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.kernels import largest_logits
+from tests.fixtures.devices import one_device
 from tests.fixtures.tiny import random_params, state_with
+
+__all__ = ["one_device"]  # a fixture
 
 BATCH = 8
 PAIRS_TOLERANCE = 2e-6
@@ -92,8 +95,7 @@ def config_of(model: ModelConfig, **fields: Any) -> Config:
         "mesh": MeshConfig(data=1),
         "steps": 7,
         "preset": PresetConfig(name="mup", base=base),
-        # With a small eps, Adam would enlarge the rounding of gradients near zero.
-        "optimizer": OptimizerConfig(peak_lr=0.02, eps=1e-2, warmup_steps=3),
+        "optimizer": OptimizerConfig(name="sgd", peak_lr=0.1, schedule="constant"),
         "log": LogConfig(attention_logits=True),
     }
     return Config(**{**values, **fields})
@@ -303,7 +305,7 @@ def test_a_decoder_in_numpy_has_the_same_logits() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("block", [2, 5, 7, 64])
+@pytest.mark.parametrize("block", [2, 7, 64])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3), (True, 11)])
 def test_blocks_of_queries_and_keys_cover_all_visible_pairs(
     block: int, causal: bool, window: int | None
@@ -313,9 +315,18 @@ def test_blocks_of_queries_and_keys_cover_all_visible_pairs(
     k = random.standard_normal((3, 23, 2, 5)).astype(np.float32)
     segments = np.sort(random.integers(0, 4, (3, 23)), axis=1)
     mask = random.random((3, 23)) < 0.5
-    for hidden in ({}, {"segments_BT": segments}, {"mask_BS": mask}):
-        how: dict[str, Any] = {"causal": causal, "window": window, **hidden}
-        result = jax.jit(functools.partial(largest_logits, block=block, **how))(q, k)
+    visible = {"causal": causal, "window": window}
+    cases: list[dict[str, Any]] = [
+        visible,
+        {**visible, "segments_BT": segments},
+        {**visible, "mask_BS": mask},
+    ]
+
+    @jax.jit
+    def measure(q: Any, k: Any) -> list[Any]:
+        return [largest_logits(q, k, block=block, **how) for how in cases]
+
+    for result, how in zip(measure(q, k), cases, strict=True):
         np.testing.assert_allclose(result, plain_logits(q, k, **how), rtol=PAIRS_TOLERANCE)
 
 
@@ -410,7 +421,6 @@ EVEN_MODELS: dict[str, ModelConfig] = {
     "encoder-decoder": EVEN_SPANS,
 }
 MESHES = {
-    "data 8": MeshConfig(data=8),
     "fsdp 8": MeshConfig(data=1, fsdp=8),
     "data 2 fsdp 4": MeshConfig(data=2, fsdp=4),
     "tensor 2": MeshConfig(data=2, tensor=2),
@@ -418,7 +428,6 @@ MESHES = {
     "all": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
 }
 ON_MESHES = [
-    ("decoder", "data 8"),
     ("unrolled", "fsdp 8"),
     ("decoder", "tensor 2"),
     ("decoder", "all"),
@@ -452,7 +461,6 @@ def test_ring_attention_and_images_on_a_mesh(model: str) -> None:
     ("layers", "remat", "mesh"),
     [
         ("scan", "none", "one"),
-        ("scan", "block", "one"),
         ("unrolled", "dots", "one"),
         ("scan", "block", "data 2 fsdp 4"),
     ],

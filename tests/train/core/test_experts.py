@@ -21,7 +21,7 @@ from mupax.zoo.configs import (
     ViTConfig,
 )
 from mupax.zoo.transformer import RoutingConfig
-from tests.fixtures.tiny import Training, batch_of, run_of, train
+from tests.fixtures.tiny import Training, batch_of, random_params, run_of, state_with, train
 
 # Fewer parameters compile in less time.
 DENSE = DecoderConfig(
@@ -34,13 +34,18 @@ BATCH = 16
 
 
 def config_of(model: ModelConfig, **changes: Any) -> Config:
-    optimizer = OptimizerConfig(name="adam", peak_lr=0.01)
+    optimizer = OptimizerConfig(name="sgd", peak_lr=0.3, schedule="constant")
     return run_of(model, batch_size=BATCH, **{"optimizer": optimizer, "steps": 4, **changes})
+
+
+def trained_from_random(program: Program, steps: int) -> Training:
+    """Train from random parameters, for which no program is compiled."""
+    return train(program, steps, state=state_with(program, random_params(program)))
 
 
 @functools.cache
 def trained(config: Config, devices: int = 1) -> Training:
-    return train(assemble(config, jax.devices()[:devices]), 2)
+    return trained_from_random(assemble(config, jax.devices()[:devices]), 2)
 
 
 def assert_same(actual: Training, expected: Training) -> None:
@@ -89,7 +94,7 @@ def test_a_balance_bias_follows_loads_and_is_no_part_of_the_gradient() -> None:
     optimizer = OptimizerConfig(name="sgd", peak_lr=0.1, clip_norm=1e-6)
     model = dataclasses.replace(MODEL, routing=routing, compute=RECOMPUTED)
     config = config_of(model, optimizer=optimizer)
-    training = train(assemble(config, jax.devices()[:1]), 1)
+    training = trained_from_random(assemble(config, jax.devices()[:1]), 1)
     params = training.last.params
     balance = np.asarray(params["block.experts.balance"])
     assert balance.shape == (2, 4)
@@ -171,14 +176,13 @@ def one_expert(gate: Any, dense: Training) -> tuple[Program, Any]:
     routing = RoutingConfig(gate=gate)
     model = dataclasses.replace(DENSE, experts=1, active_experts=1, routing=routing)
     program = assemble(at_base(model), jax.devices()[:1])
-    state = program.initial_state()
-    params = dict(state.params)
+    params = random_params(program)
     for name, value in dense.first.items():
         if ".mlp." in name:
-            params[name.replace(".mlp.", ".experts.")] = jax.numpy.asarray(value[:, None])
+            params[name.replace(".mlp.", ".experts.")] = value[:, None]
         else:
-            params[name] = jax.numpy.asarray(value)
-    return program, state._replace(params=params)
+            params[name] = value
+    return program, state_with(program, params)
 
 
 def test_one_expert_that_all_tokens_go_to_is_the_dense_model_bitwise() -> None:
@@ -211,8 +215,8 @@ def test_a_vision_transformer_has_experts_and_its_evaluation_no_loss_of_routers(
     )  # fmt: skip
     program = assemble(config_of(model), jax.devices()[:1])
     batch = program.train_feed().shard_batch(batch_of(model, BATCH))
-    params = program.initial_state().params
-    evaluated = program.compile_eval()(params, program.step_inputs(), batch)
-    metrics = train(program, 1).rows[0]
+    training = trained_from_random(program, 1)
+    evaluated = program.compile_eval()(training.first, program.step_inputs(), batch)
+    metrics = training.rows[0]
     np.testing.assert_allclose(evaluated.loss / evaluated.weight, metrics["loss"], rtol=1e-6)
     assert metrics["balance_loss"] > 0.9

@@ -19,7 +19,7 @@ from mupax import presets
 from mupax.train.config.metrics import METRICS, Metric, MetricError, on_devices
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import loss
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import resolve
 from mupax.train.core.state import LossSums
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
@@ -423,7 +423,7 @@ def tied_gradients(how: Any) -> Any:
     )  # fmt: skip
     model = definition(config)
     batch = batch_of(config, rows=4)
-    params = jax.jit(model.initialize)(0, init_stds(presets.get("sp"), model))
+    params = {name: 0.3 * draw(*leaf.shape) for name, leaf in model.abstract.items()}
     factors = resolve(presets.get("mup", base={"embed": 4}), model)
     inputs = StepInputs(factors, cast("Any", None))
     return jax.jit(lambda params: gradients(model, params, inputs, batch, 2))(params)

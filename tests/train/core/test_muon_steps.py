@@ -41,6 +41,7 @@ from mupax.train.reuse import runs
 from mupax.train.studies.sweep.sweep import shape_of
 from mupax.zoo.definition import definition
 from mupax.zoo.partition import ONE_DEVICE
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.train.core.test_muon import (
     COLLECTIVES,
@@ -48,10 +49,11 @@ from tests.train.core.test_muon import (
     MODELS,
     layout_of,
     momenta,
+    placed_momenta,
     specs_of,
 )
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 pytestmark = pytest.mark.core
 
@@ -102,14 +104,6 @@ def mesh_layout(mesh: str) -> MeshLayout:
     return layout_of(MESH_CONFIGS[mesh], devices=1 if mesh == "one" else 8)
 
 
-def placed_momenta(model: str, mesh: str) -> dict[str, jax.Array]:
-    placed = {}
-    for name, array in momenta(model).items():
-        sharding = mesh_layout(mesh).sharding(specs_of(model)[name].axes, array.shape)
-        placed[name] = jax.device_put(array, sharding)
-    return placed
-
-
 @functools.cache
 def lowered(model: str, mesh: str, choice: str) -> Any:
     steps = steps_of(model, **CHOICES[choice])
@@ -121,7 +115,7 @@ def lowered(model: str, mesh: str, choice: str) -> Any:
             num_iterations=jnp.int32(40) if steps.measured else None,
         )  # fmt: skip
 
-    return jax.jit(apply).lower(placed_momenta(model, mesh), vectors_of(model, steps))
+    return jax.jit(apply).lower(placed_momenta(model, mesh_layout(mesh)), vectors_of(model, steps))
 
 
 @functools.cache
@@ -134,7 +128,7 @@ def applied(
     model: str, mesh: str, choice: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
     """Return the steps of all matrices and the next vectors, on a mesh."""
-    placed = placed_momenta(model, mesh)
+    placed = placed_momenta(model, mesh_layout(mesh))
     vectors = vectors_of(model, steps_of(model, **CHOICES[choice]))
     results, new_vectors = compiled(model, mesh, choice)(placed, vectors)
     for name, result in results.items():
@@ -164,6 +158,9 @@ def test_every_mesh_has_the_bits_of_one_device(model: str, mesh: str, choice: st
 # Blocks
 
 
+by_newton_schulz = jax.jit(functools.partial(newton_schulz, coefficients=COEFFICIENTS))
+
+
 def blocks_by_hand(array: np.ndarray, spec: ParamSpec, block: tuple[int, ...]) -> np.ndarray:
     """Return an array whose blocks are orthogonalized one after another."""
     result = np.zeros_like(array)
@@ -178,13 +175,13 @@ def blocks_by_hand(array: np.ndarray, spec: ParamSpec, block: tuple[int, ...]) -
         )
         one = array[where].transpose(order)
         rows = int(np.prod([block[i] for i in fan_in]))
-        orthogonal = np.asarray(newton_schulz(jnp.asarray(one.reshape(rows, -1)), COEFFICIENTS))
+        orthogonal = np.asarray(by_newton_schulz(one.reshape(rows, -1)))
         result[where] = orthogonal.reshape(one.shape).transpose(np.argsort(order))
     return result
 
 
 @pytest.mark.parametrize(
-    ("model", "choice"), [("unrolled", "heads"), ("unrolled", "tiles"), ("experts", "tiles")]
+    ("model", "choice"), [("scanned", "heads"), ("scanned", "tiles"), ("experts", "tiles")]
 )
 def test_each_block_is_orthogonalized_apart(model: str, choice: str) -> None:
     steps = steps_of(model, **CHOICES[choice])
@@ -216,7 +213,7 @@ def test_blocks_of_a_rank_one_gradient_add_up_as_the_theory_says(blocks: str, ro
     """One input direction and one output direction: the norm of the step is the root of the blocks."""
     rule = MuonRule(blocks=blocks)  # pyright: ignore[reportArgumentType]
     name, spec = next(
-        (name, spec) for name, spec in specs_of("unrolled").items() if name.endswith(role)
+        (name, spec) for name, spec in specs_of("scanned").items() if name.endswith(role)
     )
     rng = np.random.default_rng(0)
     norms = []

@@ -24,9 +24,10 @@ from mupax.train.parallel.processes import StopRequest
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Watchdog
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 # Runs
 

@@ -80,9 +80,10 @@ def inputs_of(config: Config = CONFIG) -> StepInputs:
     return program_of(config).step_inputs()
 
 
+@jax.jit
 def copied(tree: Any) -> Any:
     """Copy arrays for a step that may take the memory of its arguments."""
-    return jax.tree.map(jnp.array, tree)
+    return jax.tree.map(jnp.copy, tree)
 
 
 class Step(NamedTuple):
@@ -163,8 +164,8 @@ def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
         sums = steps.batch_sums(program.definition, params, program.inputs, batch)
         return sums.loss / sums.weight
 
-    gradients = jax.jit(jax.grad(loss))(before.params)
-    squares = sum(float(jnp.sum(jnp.square(g))) for g in gradients.values())
+    gradients = jax.device_get(jax.jit(jax.grad(loss))(before.params))
+    squares = sum(float(np.sum(np.square(g))) for g in gradients.values())
     assert squares**0.5 > 0.2
     assert metrics["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
 
@@ -176,7 +177,7 @@ def test_z_loss_is_trained_and_measured_but_no_part_of_the_loss() -> None:
     assert with_z.keys() - metrics.keys() == {"logit_z_loss"}
     assert with_z["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
     logits = logits_of(CONFIG, before.params)
-    squares = np.square(np.asarray(jax.nn.logsumexp(logits, axis=-1)))
+    squares = np.square(np.log(np.exp(np.asarray(logits, np.float64)).sum(-1)))
     mean_square = np.average(squares, weights=BATCH["weights"])
     assert with_z["logit_z_loss"] == pytest.approx(mean_square, rel=1e-5)
     assert max(relative_errors(after.params, plain.params)) > 1e-3
@@ -406,9 +407,9 @@ def test_gamma0_divides_a_centred_output_once() -> None:
 # Precision
 
 BFLOAT16 = dataclasses.replace(
-    CONFIG,
+    CLIPPED_SGD,
     model=dataclasses.replace(
-        DECODER, compute=ComputeConfig(dtype="bfloat16", param_dtype="bfloat16")
+        CLIPPED_SGD.model, compute=ComputeConfig(dtype="bfloat16", param_dtype="bfloat16")
     ),
     accumulation_steps=2,
 )
@@ -418,13 +419,14 @@ def test_bfloat16_storage_and_products_train() -> None:
     _, after, metrics = stepped(BFLOAT16)
     assert {leaf.dtype for leaf in after.params.values()} == {jnp.dtype(jnp.bfloat16)}
     # 8 bits of each number; the loss is near ln 17.
-    assert metrics["loss"] == pytest.approx(stepped().metrics["loss"], rel=0.02)
+    assert metrics["loss"] == pytest.approx(stepped(CLIPPED_SGD).metrics["loss"], rel=0.02)
 
 
 def test_a_rounded_number_is_right_on_average_and_stays_where_it_can_be_stored() -> None:
     numbers = np.array([1.0, 1.0005, -0.3001, 3e-5, 0.0, 65504.0, np.inf, np.nan], np.float32)
     x = jnp.asarray(np.repeat(numbers[:, None], 40_000, axis=1))
-    rounded = np.asarray(optimizer.stochastically_rounded(x, jnp.uint32(7)), np.float32)
+    rounded = jax.jit(optimizer.stochastically_rounded)(x, jnp.uint32(7))
+    rounded = np.asarray(rounded, np.float32)
     np.testing.assert_allclose(rounded.mean(axis=1), numbers, rtol=5e-5)
     stored = np.asarray(jnp.asarray(numbers, jnp.bfloat16), np.float32) == numbers
     stays = stored | np.isnan(numbers)
@@ -513,11 +515,11 @@ def test_gradients_of_microbatches_are_summed_in_float32() -> None:
     def gradients(params: Any, parts: int) -> Any:
         return steps.gradients(program.definition, params, inputs, batch, parts)[0]
 
-    wide = {name: value.astype(jnp.float32) for name, value in state.params.items()}
-    expected = gradients(wide, 1)
-    split = gradients(state.params, 64)
+    wide = {name: np.asarray(value, np.float32) for name, value in state.params.items()}
+    expected = jax.device_get(gradients(wide, 1))
+    split = jax.device_get(gradients(state.params, 64))
     errors = []
     for name, value in expected.items():
-        errors.append(float(jnp.linalg.norm(split[name] - value) / jnp.linalg.norm(value)))
+        errors.append(np.linalg.norm(split[name] - value) / np.linalg.norm(value))
     # 0.0055, as of one batch; summed in bfloat16 it was 0.015.
     assert max(errors) < 0.008, max(errors)

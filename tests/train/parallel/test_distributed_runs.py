@@ -33,7 +33,8 @@ BAD_BATCH = 6
 """Number of the batch, of those after the resume, that one of four processes makes NaN."""
 TINY = (
     "lm-tiny --data.name text:texts --model.width 16 --model.depth 1 --model.num-heads 2 "
-    "--model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 64 --data.eval-examples 100 "
+    "--model.no-bias --model.no-norm-gain --model.activation relu --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-batch-size 64 --data.eval-examples 100 "
     "--optimizer.warmup-steps 2 --optimizer.schedule constant --checkpoint.every-steps 5 "
     "--checkpoint.keep 1 --faults.bad-numbers rollback --log.eval-every-steps 1 "
     "--log.no-tensorboard --distributed.heartbeat-seconds 4"

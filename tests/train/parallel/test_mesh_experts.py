@@ -44,7 +44,7 @@ def trained(model: str, mesh: MeshConfig) -> Training:
     config = run_of(
         MODELS[model],
         batch_size=16,
-        optimizer=OptimizerConfig(peak_lr=0.01, eps=1e-2, clip_norm=1.0),
+        optimizer=OptimizerConfig(name="sgd", peak_lr=0.3, clip_norm=1.0),
         mesh=mesh,
         steps=4,
     )

@@ -18,7 +18,7 @@ from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture: each step is compiled once for all tests of this file
 
-SMALL = "--model.activation relu --model.positions learned --model.no-norm-gain"
+SMALL = "--model.activation relu --model.positions learned --model.no-norm-gain --model.no-bias"
 """Flags of a model that compiles in less time."""
 MODEL = f"--model.depth 1 {SMALL}"
 FLAGS = f"{MODEL} --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"

@@ -23,9 +23,13 @@ from mupax.train.data.records import corpus
 from mupax.train.data.text.named_tokenizers import train_bpe
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from tests.fixtures.commands import output_line, refusal
+from tests.fixtures.devices import one_device
 from tests.fixtures.small_runs import rows
+from tests.fixtures.tiny import random_params
 from tests.train.data import loading
 from tests.train.data.writing import write, write_rows, write_texts
+
+__all__ = ["one_device"]  # a fixture
 
 T = 80
 SEPARATOR = 0
@@ -69,9 +73,10 @@ def load(config: Config) -> Any:
 program_of = functools.cache(assemble)
 
 
-@functools.cache
-def initial_params(config: Config) -> Any:
-    return jax.device_get(program_of(config).initial_state().params)
+def params_of(program: Program) -> Any:
+    """Return random parameters, which are those of all meshes, on the mesh of a run."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract.params)
+    return jax.device_put(random_params(program), shardings)
 
 
 @functools.cache
@@ -79,10 +84,7 @@ def compiled_model(config: Config) -> Any:
     """Return a run's model at its start, on the mesh of the run."""
     program: Program = program_of(config)
     factors = program.inputs.factors
-    # One initialization is compiled for all meshes.
-    plain = config_of(Path(), positions=config.model.positions)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract.params)
-    params = jax.device_put(initial_params(plain), shardings)
+    params = params_of(program)
 
     def run(inputs: Any, packing: Any) -> jax.Array:
         network = program.definition.model(
@@ -150,7 +152,7 @@ def test_the_first_token_of_a_document_is_no_target(folder: Path) -> None:
     assert (np.diff(batch["segments"], axis=1) == (batch["inputs"][:, :-1] == SEPARATOR)).all()
     # The step's own loss counts so: weights moved to those targets change it.
     program = program_of(config)
-    params = program.initial_state().params
+    params = params_of(program)
     loss = jax.jit(lambda batch: batch_sums(program.definition, params, program.inputs, batch))
     assert float(loss(batch).weight) == batch["weights"].sum() < batch["weights"].size
     counted = sum(batch["weights"].sum() for batch in text.eval_batches())
@@ -319,7 +321,8 @@ def test_a_window_is_refused_where_keys_go_round(folder: Path) -> None:
 
 RUN = (
     "train lm-tiny --data.name records:{}/records.jsonl --model.width 16 --model.depth 1 "
-    "--model.num-heads 2 --model.seq-len 80 --data.batch-size 8 --data.eval-examples 8 --steps 3 "
+    "--model.num-heads 2 --model.no-bias --model.no-norm-gain --model.activation relu "
+    "--model.seq-len 80 --data.batch-size 8 --data.eval-examples 8 --steps 3 "
     "--log.no-tensorboard --log.no-samples --optimizer.peak-lr 0.03 --workdir {}"
 )
 RING = "--mesh.data 4 --mesh.sequence 2 --model.compute.attention ring"
@@ -334,9 +337,9 @@ def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(
         output_line(RUN.format(folder, workdir), flags)
         return [row[key] for row in rows(workdir) for key in ("loss", "eval_loss") if key in row]
 
-    plain = losses(MASK)
+    plain = losses(f"{MASK} --mesh.data 8")
     assert len(plain) > 3
     np.testing.assert_allclose(losses(f"{MASK} {RING}"), plain, rtol=2e-6)
-    # The control: documents that see one another. Without a ring it compiles sooner.
+    # The control: documents that see one another. Without a mesh it compiles sooner.
     unmasked = losses("")
     assert min(abs(a - b) for a, b in zip(unmasked, plain, strict=True)) > 1e-4
