@@ -218,7 +218,7 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
     model = "--model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias --model.pool cls"
     model = f"{model} --model.centered"
     optimizer = "--optimizer.name sgd --optimizer.peak-lr 0.1 --optimizer.warmup-steps 2"
-    words = "--data.batch-size 16 --steps 4 --checkpoint.every-steps 4 --mesh.data 1"
+    words = "--data.batch-size 16 --steps 4 --checkpoint.every-steps 4"
     done = command("train vit-digits --workdir images", model, optimizer, words)
     assert done.code == 0, done.err
     steps = rows("images")

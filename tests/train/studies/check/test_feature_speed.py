@@ -243,11 +243,11 @@ def test_a_weight_that_acts_twice_breaks_the_formula():
     chain = ([lambda w, x: jnp.tanh(x @ w)], lambda w, h: jnp.mean((h @ w.T) ** 2))
 
     @jax.jit
-    def both(w, x):
+    def gradients_and_speeds(w, x):
         of_both_uses = jax.grad(tied)(w, x)
         return of_both_uses, feature_speed.measure(*chain, [w, w], x, lambda g: [-of_both_uses] * 2)
 
-    of_both_uses, (speeds, _) = jax.device_get(both(w0, x))
+    of_both_uses, (speeds, _) = jax.device_get(gradients_and_speeds(w0, x))
     wrong = np.sum(of_both_uses**2) / (speeds.cosine * speeds.backward)
     assert abs(wrong[0] / speeds.speed[0] - 1) > 1e-2
     # With its first use alone the formula holds.
