@@ -217,7 +217,9 @@ def field_types(owner: type, include_extras: bool = False) -> dict[str, Any]:
 def _looked_up(owner: type, annotation: Any, include_extras: bool) -> Any:
     """Return the type that an annotation in a class names, or `Any` if it cannot be looked up."""
     holder = types.SimpleNamespace(__annotations__={"field": annotation})
-    names_of_module = vars(sys.modules[owner.__module__])
+    # A module that was run by its path may be gone.
+    module = sys.modules.get(owner.__module__)
+    names_of_module = vars(module) if module else {}
     names_of_class = dict(vars(owner))
     try:
         hints = get_type_hints(holder, names_of_module, names_of_class, include_extras)
