@@ -34,7 +34,7 @@ WRITTEN = ("width", "num_heads", "num_kv_heads", "mlp_ratio", "depth", "vocab_si
 def series() -> check.Series:
     model = dataclasses.replace(
         transformer(configs.get("lm-proxy"), "a test"),
-        width=16, num_heads=4, num_kv_heads=2, mlp_ratio=1.0, depth=LAYERS, qk_norm=True, bias=True, vocab_size=32, seq_len=8,  # pyright: ignore
+        width=32, num_heads=4, num_kv_heads=2, mlp_ratio=1.0, depth=LAYERS, qk_norm=True, bias=True, vocab_size=32, seq_len=8,  # pyright: ignore
     )  # fmt: skip
     grown = check.grow(model, "heads", 3, WRITTEN)
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
@@ -190,8 +190,8 @@ def test_a_gate_is_told_apart_from_its_up_projection(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("base", "where"),
     [
-        ({"mlp": 8}, "movement/block.mlp_out @1"),
-        ({"embed": 32}, "movement/block.value @1"),
+        ({"mlp": 16}, "movement/block.mlp_out @1"),
+        ({"embed": 64}, "movement/block.value @1"),
         ({"layers": 3}, "movement/readout @1"),
     ],
 )
@@ -292,15 +292,15 @@ def test_constants_of_groups_change_no_expectation(capsys: pytest.CaptureFixture
 
 @functools.cache
 def sharp() -> tuple[check.Series, Preset, dict[str, np.ndarray]]:
-    """Return a series that grows in head_dim, `mup` with attention logits of 4 at the base, a batch."""
+    """Return a series that grows in head_dim, `mup` with attention logits of 3 at the base, a batch."""
     model = dataclasses.replace(
         transformer(configs.get("lm-proxy"), "a test"),
-        width=32, num_heads=4, mlp_ratio=1.0, vocab_size=64, seq_len=64,  # pyright: ignore
+        mlp_ratio=1.0, vocab_size=64, seq_len=64,  # pyright: ignore
     )  # fmt: skip
-    grown = check.grow(model, "head_dim", 3, {"width", "num_heads", "vocab_size", "seq_len"})
+    grown = check.grow(model, "head_dim", 3, {"vocab_size", "seq_len"})
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     ends = [definition(grown[0]), definition(grown[-1])]
-    preset = presets.get("mup", base=grown[0].base_sizes(), c_a=4)
+    preset = presets.get("mup", base=grown[0].base_sizes(), c_a=3)
     return check.Series(ends, adam, steps=1), preset, check.batch(grown[0])
 
 
