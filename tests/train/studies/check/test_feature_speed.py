@@ -39,7 +39,7 @@ MODELS = {
         check.smallest(configs.get("vit-proxy")),
         width=12,
         num_heads=2,
-        depth=1,
+        depth=2,
         num_classes=5,
         pool="cls",
     ),
