@@ -227,10 +227,16 @@ def _size_flag(flags: _Flags, name: str, default: int) -> int:
 
     A value that is no size is refused when the flags are read.
     """
-    word = flags.value(f"model.{name}")
+    number = _number(flags, f"model.{name}")
+    return default if number is None else number
+
+
+def _number(flags: _Flags, name: str) -> int | None:
+    """Return the value of `--NAME`, or `None` if it is missing or no positive whole number."""
+    word = flags.value(name)
     if word is not None and word.isdigit() and int(word) > 0:
         return int(word)
-    return default
+    return None
 
 
 def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) -> Config | None:
@@ -250,7 +256,7 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
         channels=_size_flag(flags, "channels", sizes.channels),
         side=side,
     )
-    recipe = small_folders.choose(facts)
+    recipe = small_folders.choose(facts, _number(flags, "steps"))
     if recipe is None:
         return None
 

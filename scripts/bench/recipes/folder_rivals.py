@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from tyro.conf import Positional
 
+from mupax.command_line import Switch
 from scripts import harness
 
 # NumPy's libraries read these variables when they are imported.
@@ -186,7 +187,14 @@ def _gradients(x: np.ndarray) -> np.ndarray:
 
 
 def network(
-    images: Images, seconds: float, seed: int, width: int, rate: float, shift: float, turn: float
+    images: Images,
+    seconds: float,
+    seed: int,
+    width: int,
+    rate: float,
+    shift: float,
+    turn: float,
+    cutmix: bool,
 ) -> dict[str, Any]:
     """Train a residual convolutional network until the budget ends and return its row.
 
@@ -200,6 +208,8 @@ def network(
         rate: Learning rate at its peak, after the first tenth of the time.
         shift: Largest shift, as a share of a side.
         turn: Strength of rotation and scaling, `0` for none.
+        cutmix: Paste a rectangle of another image of the batch into each image, and mix the labels
+            by area (Yun et al. 2019, with alpha 1).
     """
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
@@ -270,8 +280,17 @@ def network(
             x = torch.where(mirrored, x.flip(3), x)
         if turn:
             x = _turned(x, turn, rng)
+        labels = train_y[rows]
+        partner_labels = labels
+        kept = 1.0
+        if cutmix:
+            partners = torch.from_numpy(rng.permutation(len(x)))
+            x, kept = _pasted(x, partners, rng)
+            partner_labels = labels[partners]
         optimizer.zero_grad()
-        loss_of(model(x.contiguous(memory_format=torch.channels_last)), train_y[rows]).backward()
+        logits = model(x.contiguous(memory_format=torch.channels_last))
+        loss = kept * loss_of(logits, labels) + (1 - kept) * loss_of(logits, partner_labels)
+        loss.backward()
         optimizer.step()
         steps += 1
 
@@ -284,6 +303,8 @@ def network(
             num_correct += int((predictions == images.test_y[start : start + 200]).sum())
     epochs = steps * BATCH / len(train_y)
     settings = f"width {width}, rate {rate:g}, shift {shift:g}, turn {turn:g}, side {side}"
+    if cutmix:
+        settings += ", cutmix"
     return {
         "accuracy": num_correct / len(test_x),
         "settings": settings,
@@ -321,6 +342,27 @@ def _turned(x: Any, strength: float, rng: np.random.Generator) -> Any:
     return torch.nn.functional.grid_sample(x, grid, padding_mode="border", align_corners=False)
 
 
+def _pasted(x: Any, partners: Any, rng: np.random.Generator) -> tuple[Any, float]:
+    """Return images with a rectangle of other images, and the share of each image that is kept.
+
+    The rectangle is the same for all images of the batch.
+
+    Args:
+        x: Images [B, C, side, side].
+        partners: Index of the image that each image gets its rectangle from, [B].
+    """
+    side = x.shape[-1]
+    length = side * np.sqrt(rng.random())
+    row, column = rng.random(2) * side
+    top = round(max(row - length / 2, 0))
+    bottom = round(min(row + length / 2, side))
+    left = round(max(column - length / 2, 0))
+    right = round(min(column + length / 2, side))
+    pasted = x.clone()
+    pasted[:, :, top:bottom, left:right] = x[partners, :, top:bottom, left:right]
+    return pasted, 1 - (bottom - top) * (right - left) / side**2
+
+
 @dataclass(frozen=True)
 class Options:
     """Flags of the command."""
@@ -343,6 +385,8 @@ class Options:
     """Largest random shift for the network, as a share of a side."""
     turn: float = 0.0
     """Strength of random rotation and scaling for the network. Off by default."""
+    cutmix: Switch = False
+    """Paste a rectangle of another image into each image of the network."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -352,7 +396,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rival == "logistic":
         row = logistic(images, args.seconds)
     else:
-        row = network(images, args.seconds, args.seed, args.width, args.rate, args.shift, args.turn)
+        row = network(
+            images,
+            args.seconds,
+            args.seed,
+            args.width,
+            args.rate,
+            args.shift,
+            args.turn,
+            args.cutmix,
+        )
     row["cpu_seconds"] = round(time.process_time(), 1)
     print(json.dumps(row))
     return 0

@@ -44,7 +44,7 @@ PAGE = ROOT / "docs" / "howto" / "data.md"
 BEGIN = "<!-- small folders: begin -->"
 END = "<!-- small folders: end -->"
 CORES = 2
-CALIBRATION = (20, 120)
+CALIBRATION = (20, 400)
 """Numbers of steps of two runs, whose times give the time of a step and of everything else."""
 SAFETY = 0.94
 """Share of the budget that a run of mupax is planned to use."""
@@ -61,6 +61,7 @@ NETWORKS = {
     "wide": ["--width", "48"],
     "turned": ["--width", "32", "--turn", "0.4"],
     "still": ["--width", "32", "--shift", "0.06"],
+    "mixed": ["--width", "32", "--shift", "0.06", "--cutmix"],
 }
 """Flags of the networks to try on the first split. The best is trained on all splits."""
 
@@ -102,7 +103,6 @@ def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
         words = [sys.executable, "-m", "mupax", "train", "vit-digits"]
         words += ["--data.name", f"images:{images}"]
         words += ["--seed", str(seed), "--steps", str(steps)]
-        words += ["--optimizer.warmup-steps", str(max(1, steps // 10))]
         words += ["--workdir", str(workdir)]
         caches = {"MUPAX_DATA": str(Path(temporary) / "data"), "MUPAX_COMPILATION_CACHE": "none"}
         outcome = measured(words, caches)
@@ -199,8 +199,8 @@ def rival(
     key = " ".join([name, str(budget), str(seed), kind, *words])
     if key in rows.rows:
         return rows.rows[key]
-    program = str(ROOT / "scripts/bench/recipes/folder_rivals.py")
-    command = [python, program, kind, str(folder / name / str(seed))]
+    command = [python, "-m", "scripts.bench.recipes.folder_rivals"]
+    command += [kind, str(folder / name / str(seed))]
     command += ["--seconds", str(CORES * budget), "--seed", str(seed)]
     if name in SIDES:
         command += ["--side", str(SIDES[name])]
