@@ -1,0 +1,46 @@
+"""The comparison on small folders: it starts its rivals, keeps their rows, and pairs differences."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from scripts.bench.recipes import small_folders
+
+
+def write_images(folder: Path) -> None:
+    """Write dark and light images of 8 pixels, 20 of each for training and 5 to test."""
+    rng = np.random.default_rng(0)
+    for label, level in (("dark", 40), ("light", 200)):
+        for part, count in (("train", 20), ("test", 5)):
+            place = folder / part / label
+            place.mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(level, level + 40, (8, 8), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{index}.png")
+
+
+def test_a_rival_is_trained_once(tmp_path: Path) -> None:
+    write_images(tmp_path / "levels" / "0")
+
+    def trained(python: str) -> dict[str, object]:
+        rows = small_folders.Rows(tmp_path / "rows.json")
+        return small_folders.rival(rows, tmp_path, "levels", 10, 0, "logistic", python, [])
+
+    row = trained(sys.executable)
+    assert row["accuracy"] == 1.0
+    assert 0 < row["cpu_seconds"] < 20
+    assert trained("no such program") == row
+
+
+def test_differences_are_paired_by_seed() -> None:
+    def rows(*accuracies: float) -> list[dict[str, float]]:
+        return [{"accuracy": accuracy} for accuracy in accuracies]
+
+    cell = {"ours": rows(0.5, 0.7), "logistic": rows(0.4, 0.6), "cnn": rows(0.6, 0.6)}
+    line = small_folders.table({"emoji 30": cell}).splitlines()[-1]
+    # Every seed is 10 points above the logistic regression: an interval without width.
+    assert line.startswith("| emoji | 30 | 60.0 | 50.0 | 60.0 | +10.0 [+10.0, +10.0] | +0.0 [-")
