@@ -14,7 +14,8 @@ without an earlier scan of the folder. If it exceeds its budget, it is trained a
 steps.
 
 Completed rows are in `FOLDER/rows.json`; the same command continues. The result is
-docs/evidence/small_folders.json. `--render` only writes its table into docs/howto/data.md.
+docs/evidence/small_folders.json, in which other data sets and budgets stay as they are. `--render`
+only writes its table into docs/howto/data.md.
 """
 
 from __future__ import annotations
@@ -244,6 +245,22 @@ def record(
     return cells
 
 
+def publish(cells: dict[str, Any]) -> None:
+    """Write cells into the record. Cells of other data sets and budgets stay as they are."""
+    if OUT.exists():
+        cells = {**json.loads(OUT.read_text())["cells"], **cells}
+
+    def place(name: str) -> tuple[int, int]:
+        data, budget = name.split()
+        return list(SETS).index(data), int(budget)
+
+    content = {
+        "command": "python -m scripts.bench.recipes.small_folders FOLDER",
+        "cells": {name: cells[name] for name in sorted(cells, key=place)},
+    }
+    disk.write_whole(OUT, json.dumps(content, indent=1) + "\n")
+
+
 def table(cells: dict[str, Any]) -> str:
     """Return the table of the page: accuracies in percent, and ours less each rival's.
 
@@ -312,11 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = args.folder.absolute()
         rows = Rows(folder / "rows.json")
         cells = record(rows, folder, args.torch_python, args.sets, args.budgets, args.seeds)
-        content = {
-            "command": f"python -m scripts.bench.recipes.small_folders FOLDER --seeds {args.seeds}",
-            "cells": cells,
-        }
-        disk.write_whole(OUT, json.dumps(content, indent=1) + "\n")
+        publish(cells)
     render()
     return 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from scripts.bench.recipes import small_folders
@@ -44,3 +46,13 @@ def test_differences_are_paired_by_seed() -> None:
     line = small_folders.table({"emoji 30": cell}).splitlines()[-1]
     # Every seed is 10 points above the logistic regression: an interval without width.
     assert line.startswith("| emoji | 30 | 60.0 | 50.0 | 60.0 | +10.0 [+10.0, +10.0] | +0.0 [-")
+
+
+def test_a_record_keeps_the_cells_of_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_folders, "OUT", tmp_path / "record.json")
+    small_folders.publish({"fashion 30": 1, "emoji 120": 2})
+    small_folders.publish({"emoji 30": 3, "emoji 120": 4})
+    cells = json.loads((tmp_path / "record.json").read_text())["cells"]
+    assert list(cells.items()) == [("emoji 30", 3), ("emoji 120", 4), ("fashion 30", 1)]
