@@ -83,7 +83,6 @@ def choose(facts: FolderFacts, steps: int | None = None) -> FolderRecipe | None:
     * Cutmix begins at 25 epochs.
 
     Args:
-        facts: Sizes of the folder.
         steps: Length of the run if the user sets it. By default it is chosen.
     """
     if facts.images > MOST_IMAGES:

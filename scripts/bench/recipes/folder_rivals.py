@@ -186,45 +186,40 @@ def _gradients(x: np.ndarray) -> np.ndarray:
     return histograms.reshape(len(x), -1)
 
 
-def network(
-    images: Images,
-    seconds: float,
-    seed: int,
-    width: int,
-    rate: float,
-    shift: float,
-    turn: float,
-    cutmix: bool,
-) -> dict[str, Any]:
+def network(images: Images, options: Options) -> dict[str, Any]:
     """Train a residual convolutional network until the budget ends and return its row.
 
-    Uses AdamW, batch norm, label smoothing, random shifts and, for images in colour, mirroring. The
-    learning rate follows a cosine over the time that is left.
-
-    Args:
-        seconds: Budget of CPU seconds of the process.
-        seed: Seed of the weights, the order of images and the augmentation.
-        width: Channels of the first stage. The next two have twice and four times as many.
-        rate: Learning rate at its peak, after the first tenth of the time.
-        shift: Largest shift, as a share of a side.
-        turn: Strength of rotation and scaling, `0` for none.
-        cutmix: Paste a rectangle of another image of the batch into each image, and mix the labels
-            by area (Yun et al. 2019, with alpha 1).
+    Uses AdamW, label smoothing, random shifts and, for images in colour, mirroring. The learning
+    rate follows a cosine over the time that is left after a warm-up over its first tenth.
     """
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    torch.manual_seed(options.seed)
+    rng = np.random.default_rng(options.seed)
     classes = int(images.train_y.max()) + 1
     side = images.train_x.shape[1]
     channels = images.train_x.shape[3]
 
+    class ChannelNorm(nn.Module):
+        """RMSNorm over the channels of each pixel, with a gain and a bias."""
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(size, 1, 1))
+            self.bias = nn.Parameter(torch.zeros(size, 1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean_square = x.square().mean(1, keepdim=True)
+            return x * torch.rsqrt(mean_square + 1e-6) * self.gain + self.bias
+
+    norm = ChannelNorm if options.norm == "channel" else nn.BatchNorm2d
+
     def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
-        # The batch norm behind it has a bias.
+        # The norm behind it has a bias.
         convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+        return nn.Sequential(convolution, norm(outputs), nn.ReLU(inplace=True))
 
     class Residual(nn.Module):
         def __init__(self, size: int) -> None:
@@ -236,13 +231,13 @@ def network(
 
     first = 1 if side < 32 else 2
     model = nn.Sequential(
-        block(channels, width, first),
-        block(width, 2 * width, 2),
-        block(2 * width, 4 * width, 2 if side > 8 else 1),
-        Residual(4 * width),
+        block(channels, options.width, first),
+        block(options.width, 2 * options.width, 2),
+        block(2 * options.width, 4 * options.width, 2 if side > 8 else 1),
+        Residual(4 * options.width),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(4 * width, classes),
+        nn.Linear(4 * options.width, classes),
     ).to(memory_format=torch.channels_last)
     decayed = []
     vectors = []
@@ -252,14 +247,14 @@ def network(
         else:
             vectors.append(weight)
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=rate)
+    optimizer = torch.optim.AdamW(groups, lr=options.rate)
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
     train_x = torch.from_numpy(images.train_x.astype(np.float32) / 127.5 - 1).permute(0, 3, 1, 2)
     train_y = torch.from_numpy(images.train_y)
-    pad = round(shift * side)
+    pad = round(options.shift * side)
     padded = nn.functional.pad(train_x, (pad, pad, pad, pad), mode="replicate")
     began = time.process_time()
-    end = seconds * (1 - EVALUATION_RESERVE)
+    end = options.seconds * (1 - EVALUATION_RESERVE)
     order: list[int] = []
     steps = 0
     while True:
@@ -267,7 +262,7 @@ def network(
         if now >= end:
             break
         share = (now - began) / (end - began)
-        current = rate * min(1.0, share / 0.1) * (0.5 + 0.5 * np.cos(np.pi * share))
+        current = options.rate * min(1.0, share / 0.1) * (0.5 + 0.5 * np.cos(np.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = current
         if len(order) < BATCH:
@@ -278,19 +273,20 @@ def network(
         if channels == 3:
             mirrored = torch.from_numpy(rng.random(len(x)) < 0.5)[:, None, None, None]
             x = torch.where(mirrored, x.flip(3), x)
-        if turn:
-            x = _turned(x, turn, rng)
+        if options.turn:
+            x = _turned(x, options.turn, rng)
         labels = train_y[rows]
         partner_labels = labels
-        kept = 1.0
-        if cutmix:
+        own_share = 1.0
+        if options.cutmix:
             partners = torch.from_numpy(rng.permutation(len(x)))
-            x, kept = _pasted(x, partners, rng)
+            x, own_share = _pasted(x, partners, rng)
             partner_labels = labels[partners]
         optimizer.zero_grad()
         logits = model(x.contiguous(memory_format=torch.channels_last))
-        loss = kept * loss_of(logits, labels) + (1 - kept) * loss_of(logits, partner_labels)
-        loss.backward()
+        own_loss = loss_of(logits, labels)
+        partner_loss = loss_of(logits, partner_labels)
+        (own_share * own_loss + (1 - own_share) * partner_loss).backward()
         optimizer.step()
         steps += 1
 
@@ -302,9 +298,12 @@ def network(
             predictions = model(test_x[start : start + 200]).argmax(1).numpy()
             num_correct += int((predictions == images.test_y[start : start + 200]).sum())
     epochs = steps * BATCH / len(train_y)
-    settings = f"width {width}, rate {rate:g}, shift {shift:g}, turn {turn:g}, side {side}"
-    if cutmix:
+    settings = f"width {options.width}, rate {options.rate:g}, shift {options.shift:g}"
+    settings += f", turn {options.turn:g}, side {side}"
+    if options.cutmix:
         settings += ", cutmix"
+    if options.norm == "channel":
+        settings += ", norm over channels"
     return {
         "accuracy": num_correct / len(test_x),
         "settings": settings,
@@ -343,7 +342,7 @@ def _turned(x: Any, strength: float, rng: np.random.Generator) -> Any:
 
 
 def _pasted(x: Any, partners: Any, rng: np.random.Generator) -> tuple[Any, float]:
-    """Return images with a rectangle of other images, and the share of each image that is kept.
+    """Return images with a rectangle of other images, and the share of each image that stays.
 
     The rectangle is the same for all images of the batch.
 
@@ -386,7 +385,11 @@ class Options:
     turn: float = 0.0
     """Strength of random rotation and scaling for the network. Off by default."""
     cutmix: Switch = False
-    """Paste a rectangle of another image into each image of the network."""
+    """Paste a rectangle of another image of the batch into each image, and mix the labels by area
+    (Yun et al. 2019, with alpha 1)."""
+    norm: Literal["batch", "channel"] = "batch"
+    """Norm behind the network's convolutions: batch norm, or RMSNorm over the channels of a
+    pixel."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -396,16 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rival == "logistic":
         row = logistic(images, args.seconds)
     else:
-        row = network(
-            images,
-            args.seconds,
-            args.seed,
-            args.width,
-            args.rate,
-            args.shift,
-            args.turn,
-            args.cutmix,
-        )
+        row = network(images, args)
     row["cpu_seconds"] = round(time.process_time(), 1)
     print(json.dumps(row))
     return 0

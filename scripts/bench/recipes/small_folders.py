@@ -51,7 +51,17 @@ SAFETY = 0.94
 """Share of the budget that a run of mupax is planned to use."""
 LATE = 1.01
 """Largest time of a run of mupax over the budget. A slower run is repeated with fewer steps."""
-RIVALS = ("ours", "logistic", "cnn")
+COLUMNS = {
+    "ours": "ours",
+    "logistic": "logistic regression",
+    "cnn": "small CNN",
+    "cnn without batch norm": "CNN without batch norm",
+}
+"""Programs that are compared, with the heads of their columns.
+
+The network without batch norm has the settings of the one with it, and a norm over the channels of
+each pixel, as mupax's model has.
+"""
 SIDES = {"emoji": 32, "icons": 32}
 """Pixels of a side that the rivals' images are scaled to, as mupax's are, by data set.
 
@@ -211,10 +221,8 @@ def rival(
     return rows.add(key, {**row, "cpu_seconds": outcome.cpu_seconds})
 
 
-def network(
-    rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str
-) -> dict[str, Any]:
-    """Return the row of the best of `NETWORKS` at a seed, and train it if there is none yet.
+def best_network(rows: Rows, folder: Path, name: str, budget: int, python: str) -> list[str]:
+    """Return the flags of the best of `NETWORKS`, and train those that have no row yet.
 
     The network is chosen by its accuracy on the test images of the first split, which favours it.
     """
@@ -223,7 +231,7 @@ def network(
         row = rival(rows, folder, name, budget, 0, "cnn", python, words)
         accuracies[network_name] = row["accuracy"]
     best = max(accuracies, key=lambda network_name: accuracies[network_name])
-    return rival(rows, folder, name, budget, seed, "cnn", python, NETWORKS[best])
+    return NETWORKS[best]
 
 
 def record(
@@ -233,14 +241,19 @@ def record(
     cells: dict[str, Any] = {}
     for name in names:
         for budget in budgets:
-            cell: dict[str, list[Any]] = {kind: [] for kind in RIVALS}
+            cell: dict[str, list[Any]] = {program: [] for program in COLUMNS}
+            network = best_network(rows, folder, name, budget, python)
+            commands = {
+                "logistic": ("logistic", []),
+                "cnn": ("cnn", network),
+                "cnn without batch norm": ("cnn", [*network, "--norm", "channel"]),
+            }
             # Rivals take turns, so that all run on the machine in the same state.
             for seed in range(seeds):
                 cell["ours"].append(ours(rows, folder, name, budget, seed))
-                cell["logistic"].append(
-                    rival(rows, folder, name, budget, seed, "logistic", python, [])
-                )
-                cell["cnn"].append(network(rows, folder, name, budget, seed, python))
+                for program, (kind, words) in commands.items():
+                    row = rival(rows, folder, name, budget, seed, kind, python, words)
+                    cell[program].append(row)
             cells[f"{name} {budget}"] = cell
     return cells
 
@@ -266,18 +279,19 @@ def table(cells: dict[str, Any]) -> str:
 
     Differences are paired by seed.
     """
-    lines = [
-        "| images | seconds on two cores | ours, % | logistic regression, % | small CNN, % "
-        "| ours less logistic | ours less CNN |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["images", "seconds on two cores"]
+    heads += [f"{head}, %" for head in COLUMNS.values()]
+    heads += ["ours less logistic", "ours less CNN"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, cell in cells.items():
         accuracies = {}
-        for kind in RIVALS:
-            accuracies[kind] = 100 * np.array([row["accuracy"] for row in cell[kind]])
+        for program in COLUMNS:
+            accuracies[program] = 100 * np.array([row["accuracy"] for row in cell[program]])
         data, budget = name.split()
-        means = [f"{accuracies[kind].mean():.1f}" for kind in RIVALS]
-        differences = [_difference(accuracies["ours"] - accuracies[kind]) for kind in RIVALS[1:]]
+        means = [f"{values.mean():.1f}" for values in accuracies.values()]
+        differences = []
+        for program in ("logistic", "cnn"):
+            differences.append(_difference(accuracies["ours"] - accuracies[program]))
         lines.append(f"| {data} | {budget} | {' | '.join([*means, *differences])} |")
     return "\n".join(lines)
 
