@@ -279,9 +279,7 @@ def table(cells: dict[str, Any]) -> str:
 
     Differences are paired by seed.
     """
-    heads = ["images", "seconds on two cores"]
-    heads += [f"{head}, %" for head in COLUMNS.values()]
-    heads += ["ours less logistic", "ours less CNN"]
+    heads = ["images", "seconds", *COLUMNS.values(), "ours less logistic", "ours less CNN"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, cell in cells.items():
         accuracies = {}
