@@ -30,11 +30,11 @@ def test_a_rival_is_trained_once(tmp_path: Path) -> None:
 
     def trained(python: str) -> dict[str, object]:
         rows = small_folders.Rows(tmp_path / "rows.json")
-        return small_folders.rival(rows, tmp_path, "levels", 10, 0, "logistic", python, [])
+        return small_folders.rival(rows, tmp_path, "levels", 60, 0, "logistic", python, [])
 
     row = trained(sys.executable)
     assert row["accuracy"] == 1.0
-    assert 0 < row["cpu_seconds"] < 20
+    assert row["cpu_seconds"] > 0
     assert trained("no such program") == row
 
 
