@@ -233,9 +233,10 @@ def _size_flag(flags: _Flags, name: str, default: int) -> int:
 
 def _number(flags: _Flags, name: str) -> int | None:
     """Return the value of `--NAME`, or `None` if it is missing or no positive whole number."""
-    word = flags.value(name)
-    if word is not None and word.isdigit() and int(word) > 0:
-        return int(word)
+    # Python reads 1_000 as 1000, and so do the flags.
+    digits = (flags.value(name) or "").replace("_", "")
+    if digits.isdigit() and int(digits) > 0:
+        return int(digits)
     return None
 
 

@@ -4,8 +4,8 @@ The recipes for a laptop are made for data of their own. They read larger pictur
 where 84 CPU seconds are 20 steps. Images of 32 pixels and a convolutional stem take 1,250 steps in
 57 seconds (`python -m scripts.bench.recipes.small_folders` compares them with other classifiers).
 
-Muon, its rate and cutmix were chosen by accuracy on two splits of emoji, icons, Fashion-MNIST and
-digits that the comparison does not use.
+Muon, its rate and cutmix were chosen by accuracy on splits that the comparison does not use: two of
+emoji, icons and digits, and one of Fashion-MNIST.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _FEWEST_STEPS = 300
 _MOST_STEPS = 2_000
 _LEAST_SIDE = 4
 _CUTMIX_EPOCHS = 25
-"""Least number of epochs for cutmix. In shorter runs it costs accuracy."""
+"""Least number of epochs for cutmix.
+
+At 12 epochs of Fashion-MNIST it cost 0.6 points of accuracy under Muon (one split).
+"""
 _BATCH = 64
 _JITTER = 0.4
 

@@ -124,6 +124,7 @@ def test_the_choice_knows_a_length_that_the_user_sets(
     ("words", "field", "value"),
     [
         (("--steps", "7"), "steps", 7),
+        (("--steps", "1_000"), "optimizer.warmup_steps", 100),
         (("--data.transforms.jitter", "1"), "data.transforms.jitter", 1.0),
         (("--data.transforms.cutmix", "0"), "data.transforms.cutmix", 0.0),
         (("--optimizer.warmup-steps", "5"), "optimizer.warmup_steps", 5),
