@@ -257,7 +257,9 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
         channels=_size_flag(flags, "channels", sizes.channels),
         side=side,
     )
-    recipe = small_folders.choose(facts, _number(flags, "steps"))
+    steps = _number(flags, "steps")
+    batch_size = _number(flags, "data.batch-size") or small_folders.BATCH_SIZE
+    recipe = small_folders.choose(facts, steps, batch_size)
     if recipe is None:
         return None
 

@@ -42,7 +42,8 @@ _CUTMIX_EPOCHS = 25
 
 At 12 epochs of Fashion-MNIST it cost 0.6 points of accuracy under Muon (one split).
 """
-_BATCH = 64
+BATCH_SIZE = 64
+"""Images of a step, unless a flag sets another number."""
 _JITTER = 0.4
 
 
@@ -75,7 +76,9 @@ class FolderRecipe(NamedTuple):
     steps: int
 
 
-def choose(facts: FolderFacts, steps: int | None = None) -> FolderRecipe | None:
+def choose(
+    facts: FolderFacts, steps: int | None = None, batch_size: int = BATCH_SIZE
+) -> FolderRecipe | None:
     """Return the recipe for a folder, or `None` if it has more than `MOST_IMAGES` images.
 
     * Tiny drawings (up to 16 pixels) keep their size, rounded down to whole patches of 2. All
@@ -87,6 +90,7 @@ def choose(facts: FolderFacts, steps: int | None = None) -> FolderRecipe | None:
 
     Args:
         steps: Length of the run if the user sets it. By default it is chosen.
+        batch_size: Images of a step, by which epochs are counted.
     """
     if facts.images > MOST_IMAGES:
         return None
@@ -99,9 +103,9 @@ def choose(facts: FolderFacts, steps: int | None = None) -> FolderRecipe | None:
         stem = 3
         side = _SCALED_SIDE
     if steps is None:
-        steps = min(max(_EPOCHS * facts.images // _BATCH, _FEWEST_STEPS), _MOST_STEPS)
+        steps = min(max(_EPOCHS * facts.images // batch_size, _FEWEST_STEPS), _MOST_STEPS)
     # The steps above are rounded down, which must not end cutmix: hence one step more.
-    has_many_epochs = (steps + 1) * _BATCH >= _CUTMIX_EPOCHS * facts.images
+    has_many_epochs = (steps + 1) * batch_size >= _CUTMIX_EPOCHS * facts.images
     return FolderRecipe(
         # The patch size must divide the side. Images are scaled to the side, so rounding cuts
         # nothing off.
@@ -146,7 +150,7 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
         channels=facts.channels,
         num_classes=facts.classes,
     )
-    data = DataConfig(name=data_name, batch_size=_BATCH, eval_batch_size=200)
+    data = DataConfig(name=data_name, batch_size=BATCH_SIZE, eval_batch_size=200)
     transforms = dataclasses.replace(
         data.transforms,
         jitter=recipe.jitter,

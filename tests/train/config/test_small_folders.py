@@ -125,6 +125,10 @@ def test_the_choice_knows_a_length_that_the_user_sets(
     [
         (("--steps", "7"), "steps", 7),
         (("--steps", "1_000"), "optimizer.warmup_steps", 100),
+        # 36 images, so 320 steps are 18 epochs in batches of 2 and 36 in batches of 4.
+        (("--data.batch-size", "2", "--steps", "320"), "data.transforms.cutmix", 0.0),
+        (("--data.batch-size", "4", "--steps", "320"), "data.transforms.cutmix", 1.0),
+        (("--data.batch-size", "2"), "steps", 450),
         (("--data.transforms.jitter", "1"), "data.transforms.jitter", 1.0),
         (("--data.transforms.cutmix", "0"), "data.transforms.cutmix", 0.0),
         (("--optimizer.warmup-steps", "5"), "optimizer.warmup_steps", 5),
