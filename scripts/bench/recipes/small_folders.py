@@ -1,7 +1,7 @@
 """Compare mupax's recipe for small folders of images with rivals at equal CPU seconds.
 
     python -m scripts.bench.recipes.small_folders FOLDER --torch-python PYTHON [--budgets 30 120]
-        [--seeds 5] [--sets emoji ...] [--render]
+        [--seeds 5] [--sets emoji ...] [--programs ours ...] [--render]
 
 The rivals are logistic regression and a small convolutional network (`folder_rivals`). FOLDER is
 the output of `python -m scripts.vision.small_folders FOLDER`. PYTHON is an interpreter with
@@ -14,8 +14,8 @@ without an earlier scan of the folder. If it exceeds its budget, it is trained a
 steps.
 
 Completed rows are in `FOLDER/rows.json`; the same command continues. The result is
-docs/evidence/small_folders.json, in which other data sets and budgets stay as they are. `--render`
-only writes its table into docs/howto/data.md.
+docs/evidence/small_folders.json, in which other data sets, budgets and programs stay as they are.
+`--render` only writes its table into docs/howto/data.md.
 """
 
 from __future__ import annotations
@@ -234,34 +234,43 @@ def best_network(rows: Rows, folder: Path, name: str, budget: int, python: str) 
     return NETWORKS[best]
 
 
-def record(
-    rows: Rows, folder: Path, python: str, names: Sequence[str], budgets: Sequence[int], seeds: int
-) -> Any:
-    """Train what has no row yet, and return rows by data set and budget, then rival, then seed."""
+def record(rows: Rows, args: Options, folder: Path) -> dict[str, Any]:
+    """Train what has no row yet, and return rows by data set and budget, then program, then seed.
+
+    Args:
+        args: Which data sets, budgets, seeds and programs to compare.
+        folder: Folder of the data sets, with one `NAME/SEED` for each split.
+    """
     cells: dict[str, Any] = {}
-    for name in names:
-        for budget in budgets:
-            cell: dict[str, list[Any]] = {program: [] for program in COLUMNS}
-            network = best_network(rows, folder, name, budget, python)
-            commands = {
-                "logistic": ("logistic", []),
-                "cnn": ("cnn", network),
-                "cnn without batch norm": ("cnn", [*network, "--norm", "channel"]),
-            }
-            # Rivals take turns, so that all run on the machine in the same state.
-            for seed in range(seeds):
-                cell["ours"].append(ours(rows, folder, name, budget, seed))
-                for program, (kind, words) in commands.items():
-                    row = rival(rows, folder, name, budget, seed, kind, python, words)
+    for name in args.sets:
+        for budget in args.budgets:
+            cell: dict[str, list[Any]] = {program: [] for program in args.programs}
+            commands: dict[str, tuple[str, list[str]]] = {"logistic": ("logistic", [])}
+            if {"cnn", "cnn without batch norm"} & {*args.programs}:
+                network = best_network(rows, folder, name, budget, args.torch_python)
+                commands["cnn"] = ("cnn", network)
+                commands["cnn without batch norm"] = ("cnn", [*network, "--norm", "channel"])
+            # Programs take turns, so that all run on the machine in the same state.
+            for seed in range(args.seeds):
+                for program in args.programs:
+                    if program == "ours":
+                        row = ours(rows, folder, name, budget, seed)
+                    else:
+                        kind, words = commands[program]
+                        row = rival(
+                            rows, folder, name, budget, seed, kind, args.torch_python, words
+                        )
                     cell[program].append(row)
             cells[f"{name} {budget}"] = cell
     return cells
 
 
 def publish(cells: dict[str, Any]) -> None:
-    """Write cells into the record. Cells of other data sets and budgets stay as they are."""
+    """Write cells into the record. Other cells, and other programs of a cell, stay as they are."""
     if OUT.exists():
-        cells = {**json.loads(OUT.read_text())["cells"], **cells}
+        recorded = json.loads(OUT.read_text())["cells"]
+        cells = {name: {**recorded.get(name, {}), **cell} for name, cell in cells.items()}
+        cells = {**recorded, **cells}
 
     def place(name: str) -> tuple[int, int]:
         data, budget = name.split()
@@ -277,19 +286,24 @@ def publish(cells: dict[str, Any]) -> None:
 def table(cells: dict[str, Any]) -> str:
     """Return the table of the page: accuracies in percent, and ours less each rival's.
 
-    Differences are paired by seed.
+    Differences are paired by seed. A program that a cell lacks has a dash.
     """
     heads = ["images", "seconds", *COLUMNS.values(), "ours less logistic", "ours less CNN"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, cell in cells.items():
         accuracies = {}
+        for program, rows in cell.items():
+            accuracies[program] = 100 * np.array([row["accuracy"] for row in rows])
+        means = []
         for program in COLUMNS:
-            accuracies[program] = 100 * np.array([row["accuracy"] for row in cell[program]])
-        data, budget = name.split()
-        means = [f"{values.mean():.1f}" for values in accuracies.values()]
+            means.append(f"{accuracies[program].mean():.1f}" if program in accuracies else "-")
         differences = []
         for program in ("logistic", "cnn"):
-            differences.append(_difference(accuracies["ours"] - accuracies[program]))
+            if program in accuracies and "ours" in accuracies:
+                differences.append(_difference(accuracies["ours"] - accuracies[program]))
+            else:
+                differences.append("-")
+        data, budget = name.split()
         lines.append(f"| {data} | {budget} | {' | '.join([*means, *differences])} |")
     return "\n".join(lines)
 
@@ -325,6 +339,8 @@ class Options:
     """Number of splits, each with a seed of its own."""
     sets: tuple[str, ...] = tuple(SETS)
     """Data sets to compare on."""
+    programs: tuple[str, ...] = tuple(COLUMNS)
+    """Programs to compare."""
     render: Switch = False
     """Only write the page's table from the record. Train nothing."""
 
@@ -333,15 +349,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train what has no row yet, write the record and the page, and return the exit code 0."""
     args = harness.parse(Options, argv)
     harness.check_names(args.sets, SETS)
+    harness.check_names(args.programs, COLUMNS)
     if not args.render:
         if args.folder is None:
             harness.refuse(
                 "write FOLDER, which `python -m scripts.vision.small_folders FOLDER` makes"
             )
         folder = args.folder.absolute()
-        rows = Rows(folder / "rows.json")
-        cells = record(rows, folder, args.torch_python, args.sets, args.budgets, args.seeds)
-        publish(cells)
+        publish(record(Rows(folder / "rows.json"), args, folder))
     render()
     return 0
 

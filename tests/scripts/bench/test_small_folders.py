@@ -51,11 +51,19 @@ def test_differences_are_paired_by_seed() -> None:
     )
 
 
+def test_a_program_that_was_not_run_has_a_dash() -> None:
+    cell = {"ours": [{"accuracy": 0.5}], "logistic": [{"accuracy": 0.4}]}
+    line = small_folders.table({"emoji 30": cell}).splitlines()[-1]
+    assert line == "| emoji | 30 | 50.0 | 40.0 | - | - | +10.0 (one seed) | - |"
+
+
 def test_a_record_keeps_the_cells_of_other_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_folders, "OUT", tmp_path / "record.json")
-    small_folders.publish({"fashion 30": 1, "emoji 120": 2})
-    small_folders.publish({"emoji 30": 3, "emoji 120": 4})
+    small_folders.publish({"fashion 30": {"ours": 1}, "emoji 120": {"ours": 2, "cnn": 3}})
+    small_folders.publish({"emoji 30": {"ours": 4}, "emoji 120": {"ours": 5}})
     cells = json.loads((tmp_path / "record.json").read_text())["cells"]
-    assert list(cells.items()) == [("emoji 30", 3), ("emoji 120", 4), ("fashion 30", 1)]
+    assert list(cells) == ["emoji 30", "emoji 120", "fashion 30"]
+    assert cells["emoji 120"] == {"ours": 5, "cnn": 3}
+    assert (cells["emoji 30"], cells["fashion 30"]) == ({"ours": 4}, {"ours": 1})
