@@ -51,17 +51,14 @@ SAFETY = 0.94
 """Share of the budget that a run of mupax is planned to use."""
 LATE = 1.01
 """Largest time of a run of mupax over the budget. A slower run is repeated with fewer steps."""
-COLUMNS = {
-    "ours": "ours",
-    "logistic": "logistic regression",
-    "cnn": "small CNN",
-    "cnn without batch norm": "CNN without batch norm",
-}
-"""Programs that are compared, with the heads of their columns.
+PROGRAMS = ("ours", "logistic", "cnn", "cnn without batch norm")
+"""Programs that are compared.
 
 The network without batch norm has the settings of the one with it, and a norm over the channels of
 each pixel, as mupax's model has.
 """
+COLUMNS = {"ours": "ours", "logistic": "logistic regression", "cnn": "small CNN"}
+"""Programs that the page's table shows, with the heads of their columns."""
 SIDES = {"emoji": 32, "icons": 32}
 """Pixels of a side that the rivals' images are scaled to, as mupax's are, by data set.
 
@@ -339,7 +336,7 @@ class Options:
     """Number of splits, each with a seed of its own."""
     sets: tuple[str, ...] = tuple(SETS)
     """Data sets to compare on."""
-    programs: tuple[str, ...] = tuple(COLUMNS)
+    programs: tuple[str, ...] = PROGRAMS
     """Programs to compare."""
     render: Switch = False
     """Only write the page's table from the record. Train nothing."""
@@ -349,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train what has no row yet, write the record and the page, and return the exit code 0."""
     args = harness.parse(Options, argv)
     harness.check_names(args.sets, SETS)
-    harness.check_names(args.programs, COLUMNS)
+    harness.check_names(args.programs, PROGRAMS)
     if not args.render:
         if args.folder is None:
             harness.refuse(

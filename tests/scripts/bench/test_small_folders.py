@@ -43,18 +43,16 @@ def test_differences_are_paired_by_seed() -> None:
         return [{"accuracy": accuracy} for accuracy in accuracies]
 
     cell = {"ours": rows(0.5, 0.7), "logistic": rows(0.4, 0.6), "cnn": rows(0.6, 0.6)}
-    cell["cnn without batch norm"] = rows(0.5, 0.5)
+    cell["cnn without batch norm"] = rows(0.5, 0.5)  # has no column
     line = small_folders.table({"emoji 30": cell}).splitlines()[-1]
     # Every seed is 10 points above the logistic regression: an interval without width.
-    assert line.startswith(
-        "| emoji | 30 | 60.0 | 50.0 | 60.0 | 50.0 | +10.0 [+10.0, +10.0] | +0.0 [-"
-    )
+    assert line.startswith("| emoji | 30 | 60.0 | 50.0 | 60.0 | +10.0 [+10.0, +10.0] | +0.0 [-")
 
 
 def test_a_program_that_was_not_run_has_a_dash() -> None:
     cell = {"ours": [{"accuracy": 0.5}], "logistic": [{"accuracy": 0.4}]}
     line = small_folders.table({"emoji 30": cell}).splitlines()[-1]
-    assert line == "| emoji | 30 | 50.0 | 40.0 | - | - | +10.0 (one seed) | - |"
+    assert line == "| emoji | 30 | 50.0 | 40.0 | - | +10.0 (one seed) | - |"
 
 
 def test_a_record_keeps_the_cells_of_other_commands(
