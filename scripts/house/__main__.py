@@ -4,11 +4,12 @@
     python -m scripts.house compare OUT [--only SECTION ...]
 
 `record` writes OUT/SECTION.json. `compare` measures this checkout, prints every difference, and
-exits with 1 if there is one. Sections, with minutes on two cores: inventory (4), tables (1), losses
-(10), losses-8 (4), programs (15), compiled (6), tpu (8; needs `make tpu` once), outputs (5), sizes
+exits with 1 if there is one. Sections, with minutes on two cores: inventory (1), tables (1), losses
+(2), losses-8 (2), programs (4), compiled (1), tpu (8; needs `make tpu` once), outputs (3), sizes
 (1), traces (2). A record is valid for the machine and the versions that made it: XLA chooses
-kernels by the processor, so losses and compiled programs of two machines may differ. `python -m
-scripts.house.mutants` is a separate command, because it takes hours.
+kernels by the processor, so losses and compiled programs of two machines may differ. Programs of
+checkouts before 4326352f differ in all cases, because metrics were not yet computed from statistics
+of tokens. `python -m scripts.house.mutants` is a separate command, because it takes hours.
 """
 
 from __future__ import annotations
