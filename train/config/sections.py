@@ -54,7 +54,7 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment, at base size."""
     momentum: Annotated[float, Affects("step", 0.8, given={"optimizer.name": "muon"})] = 0.9
     """Decay of the sum of gradients (sgd, momentum) or of their mean (muon)."""
-    # Losses in nats at the best of three to five Muon rates, if Adam's rate is 1/2, 1, 2 and 4 times
+    # Losses in nats at the best of two to five Muon rates, if Adam's rate is 1/2, 1, 2 and 4 times
     # Muon's (decoders of width 32 and 128 with one layer, constants of 1, batch 8, two seeds):
     #   2 heads, 100 steps  2.483 2.457 2.430 2.451     8 heads, 100 steps  2.343 2.324 2.336 2.346
     #   2 heads, 800 steps  1.901 1.882 1.879 1.897     8 heads, 800 steps  1.668 1.647 1.647 1.669

@@ -57,7 +57,7 @@ PROGRAMS = ("ours", "logistic", "cnn", "cnn without batch norm")
 The network without batch norm has the settings of the one with it, and a norm over the channels of
 each pixel, as mupax's model has.
 """
-COLUMNS = {"ours": "ours", "logistic": "logistic regression", "cnn": "small CNN"}
+COLUMNS = {"ours": "mupax", "logistic": "logistic regression", "cnn": "small CNN"}
 """Programs that the page's table shows, with the heads of their columns."""
 SIDES = {"emoji": 32, "icons": 32}
 """Pixels of a side that the rivals' images are scaled to, as mupax's are, by data set.
@@ -281,11 +281,11 @@ def publish(cells: dict[str, Any]) -> None:
 
 
 def table(cells: dict[str, Any]) -> str:
-    """Return the table of the page: accuracies in percent, and ours less each rival's.
+    """Return the table of the page: accuracies in percent, and mupax's less each rival's.
 
     Differences are paired by seed. A program that a cell lacks has a dash.
     """
-    heads = ["images", "seconds", *COLUMNS.values(), "ours less logistic", "ours less CNN"]
+    heads = ["images", "seconds", *COLUMNS.values(), "mupax less logistic", "mupax less CNN"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, cell in cells.items():
         accuracies = {}
