@@ -423,8 +423,11 @@ def check_length(config: DataConfig, side: str, count: int, least: int, seq_len:
         DataError: `count` is less than `least`.
     """
     if count < least:
+        advice = "Give more text (text files are split by file, records by their content)"
+        # A text of fewer than two tokens is too short for every sequence length.
+        if least > 2:
+            advice += ", or a smaller model.seq_len"
         raise DataError(
             f"the {side} text of {config.name} has {count:,} tokens; "
-            f"sequences of {seq_len} need at least {least:,}. Give more text "
-            "(text files are split by file, records by their content), or a smaller model.seq_len"
+            f"sequences of {seq_len} need at least {least:,}. {advice}"
         )

@@ -88,6 +88,11 @@ def test_another_field(name: str, place: str) -> None:
     [
         ("", "has no records in it; records:PATH takes"),
         ('{"text": "one"}\n', r"the training text of .* has 4 tokens; .*records by their content"),
+        # Without a record for the evaluation, shorter sequences are no way out.
+        (
+            f'{{"text": "{"one " * 9}"}}\n',
+            r"the evaluation text of .* has 0 tokens; .*records by their content\)$",
+        ),
     ],
 )
 def test_records_of_little_text_are_refused(content: str, message: str) -> None:
