@@ -46,6 +46,8 @@ class Attention(NamedTuple):
         keys: Matrix products with parameters that make the keys.
         values: Matrix products with parameters that make the values.
         cross: Whether keys come from another stream than queries (cross-attention).
+        latent: Matrix products that make queries, keys or values from features of a fixed number
+            alone, as in latent attention.
     """
 
     logits: Node
@@ -54,6 +56,7 @@ class Attention(NamedTuple):
     keys: frozenset[Matrix]
     values: frozenset[Matrix]
     cross: bool
+    latent: frozenset[Matrix]
 
 
 class _SoftmaxProduct(NamedTuple):
@@ -105,12 +108,15 @@ def attentions(flow: Flow, names: Mapping[str, tuple[str, ...]]) -> list[Attenti
         queries = _matrices(flow, logits.inputs[1 - key_side], names)
         keys = _matrices(flow, logits.inputs[key_side], names)
         values = _matrices(flow, mix.inputs[1 - side], names)
+        latent: set[Matrix] = set()
+        for operand in (*logits.inputs, mix.inputs[1 - side]):
+            latent |= _latent(flow, operand, names)
         # In self-attention queries and keys are computed from the same stream. Learned queries are
         # no stream.
-        query_streams = _streams(flow, queries)
+        query_streams = _streams(flow, queries or latent)
         is_learned = all(node.info.get("learned") for node in query_streams)
-        cross = not is_learned and query_streams != _streams(flow, keys)
-        result.append(Attention(logits, mix, queries, keys, values, cross))
+        cross = not is_learned and query_streams != _streams(flow, keys or latent)
+        result.append(Attention(logits, mix, queries, keys, values, cross, frozenset(latent)))
     return result
 
 
@@ -213,14 +219,39 @@ def _matrices(flow: Flow, node: Node, names: Mapping[str, tuple[str, ...]]) -> f
     return frozenset(matrices)
 
 
-def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
-    """Return the values from which the inputs of these matrix products come."""
+def _latent(flow: Flow, node: Node, names: Mapping[str, tuple[str, ...]]) -> set[Matrix]:
+    """Return the matrix products that a value comes from, if all read a fixed number of features.
+
+    Otherwise the result is empty. A low-rank adapter is added to the product of another matrix, so
+    that its product is not all that the value comes from.
+    """
+    matrices = set()
+    for source in flow.sources(node):
+        for param in source.params:
+            if _LATENT_AXES.isdisjoint(names.get(param, ())):
+                return set()
+            matrices.add((source.node, param))
+    return matrices
+
+
+def _streams(flow: Flow, matrices: Iterable[Matrix]) -> set[Node]:
+    """Return the values of the stream from which the inputs of these matrix products come."""
     nodes = set()
-    for node, param in matrices:
+    visited = set()
+    stack = list(matrices)
+    while stack:
+        node, param = stack.pop()
+        if (node, param) in visited:
+            continue
+        visited.add((node, param))
         for use in flow.matrices[node]:
-            if use.param == param and use.other is not None:
-                sources = flow.sources(use.other, through=True)
-                for source in sources:
+            if use.param != param or use.other is None:
+                continue
+            for source in flow.sources(use.other, through=True):
+                # In latent attention another matrix of the branch lies before that of the keys.
+                if source.params and flow.branch_of(source.node) is not None:
+                    stack += [(source.node, before) for before in source.params]
+                else:
                     nodes.add(source.node)
     return nodes
 
@@ -239,6 +270,16 @@ FACTORIZED = (
     "factor PATCH_EMBEDDING with axes=('input', 'embed'), fan_in=('input',)"
 )
 """Reason to refuse the factors of an embedding, for which no preset has rows."""
+
+LATENT = (
+    "it is one of the factors of queries, keys or values of a fixed rank (latent attention), for "
+    "which no preset has rows; let the rank grow with the width and name its size representation, "
+    "or make the factors one matrix"
+)
+"""Reason to refuse the matrices of latent attention whose rank is fixed."""
+
+_LATENT_AXES = frozenset({RANK, "input", "output"})
+"""Axes of a fixed size that a matrix between the stream and the heads may write."""
 
 
 class Refusal(Exception):
@@ -360,6 +401,8 @@ class Matrices:
             Refusal: The role is not certain.
         """
         product = self._product(use)
+        if self._is_latent(product):
+            raise Refusal(LATENT)
         if RANK in product.names:
             return self._adapter(product)
         # "input" stands for a fixed size, such as the short rows of a table.
@@ -452,6 +495,20 @@ class Matrices:
         evidence = f"; x @ a @ b is added to the product of {adapted}"
         constraint = product.constraint(role, evidence)
         return dataclasses.replace(constraint, in_block=True, adapts=adapted)
+
+    def _is_latent(self, product: _Product) -> bool:
+        """Return whether a product is before or after the features of a latent attention."""
+        nodes = {product.use.node}
+        if any(product.names[index] in _LATENT_AXES for index in self._fan_out(product)):
+            nodes |= {destination.end for destination in product.destinations}
+        latent = set()
+        for attention in self.attentions:
+            latent |= {node for node, _ in attention.latent}
+        return not nodes.isdisjoint(latent)
+
+    def _fan_out(self, product: _Product) -> list[int]:
+        """Return the indices of the parameter's dimensions that the product does not sum over."""
+        return [index for index in range(len(product.names)) if index not in product.fan_in]
 
     def _is_of_table(self, product: _Product) -> bool:
         """Return whether a product's parameter is a table, or the factor that reads a table."""

@@ -197,6 +197,70 @@ def test_adapters_of_the_zoo_are_found_as_declared(layers: str) -> None:
     assert models.differences(model, roles) == {}
 
 
+def latent(axis: str) -> models.Build:
+    """Return a decoder with latent attention: its keys and values read a few features, `axis`."""
+
+    def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
+        head = (s["heads"], s["head_dim"])
+        shapes = {
+            "table": (s["vocab"], s["embed"]), "q": (s["embed"], *head), "squeeze": (s["embed"], s[axis]),
+            "k": (s[axis], *head), "v": (s[axis], *head), "o": (*head, s["embed"]),
+            "readout": (s["embed"], s["vocab"]),
+        }  # fmt: skip
+
+        def loss(p: Params, tokens: jax.Array) -> jax.Array:
+            x = p["table"][tokens]
+            y = normed(x)
+            features = normed(y @ p["squeeze"])
+            q = jnp.einsum("btd,dhn->bhtn", y, p["q"])
+            k, v = (jnp.einsum("btr,rhn->bhtn", features, p[name]) for name in "kv")
+            weights = jax.nn.softmax(q @ k.swapaxes(2, 3))
+            x = x + jnp.einsum("bhtn,hnd->btd", weights @ v, p["o"])
+            return jax.nn.logsumexp(normed(x) @ p["readout"], axis=-1).sum()
+
+        return arrays(shapes), loss, jax.ShapeDtypeStruct((2, s["position"]), jnp.int32)
+
+    return build
+
+
+def latent_sizes(axis: str) -> dict[str, int]:
+    sizes = {name: size for name, size in SIZES.items() if name not in ("rank", "mlp")}
+    return sizes | {axis: 9}
+
+
+@pytest.mark.parametrize("axis", ["rank", "input", "output"])
+def test_latent_attention_of_a_fixed_rank_is_refused_and_is_no_cross_attention(axis: str) -> None:
+    roles = models.roles_of(latent(axis), latent_sizes(axis))
+    assert sorted(roles.refused) == ["k", "squeeze", "v"]
+    for reason in roles.refused.values():
+        assert "latent attention" in reason
+        assert "let the rank grow with the width and name its size representation" in reason
+    groups = {name: spec.group for name, spec in roles.specs.items()}
+    assert groups == {
+        "table": "token_embedding",
+        "q": "block.query",
+        "o": "block.attention_out",
+        "readout": "readout",
+    }
+
+
+def test_latent_attention_whose_rank_grows_is_found_as_its_refusal_says() -> None:
+    roles = models.roles_of(latent("representation"), latent_sizes("representation"))
+    assert roles.refused == {}
+    groups = {name: spec.group for name, spec in roles.specs.items()}
+    assert groups == {
+        "table": "token_embedding", "q": "block.query", "squeeze": "block.hidden",
+        "k": "block.key", "v": "block.value", "o": "block.attention_out", "readout": "readout",
+    }  # fmt: skip
+    assert roles.specs["k"].axes == ("representation", "kv_heads", "head_dim")
+    # Both fan-ins grow as the width does, so that both rates fall as 1/m.
+    base = {"embed": 20, "representation": 9, "heads": 4, "kv_heads": 4}
+    preset = presets.get("mup", base=base, form="plain")
+    wide = {name: 4 * size for name, size in base.items()} | {"head_dim": 6}
+    for name in ("squeeze", "k", "v"):
+        assert preset.scales(roles.specs[name], wide).lr == 0.25
+
+
 FACTORS: dict[str, Embed] = {
     "lookup": lambda p, tokens: p["table"][tokens] @ p["factor"],
     "one-hot": lambda p, tokens: jax.nn.one_hot(tokens, len(p["table"])) @ p["table"] @ p["factor"],
