@@ -973,7 +973,8 @@ def _reason(
     if set(column) == {1}:
         return (
             f"dimension {index} has the size 1; leave it out of the parameter, and add it in the "
-            "loss, as x[None] does"
+            "loss, as x[None] does, or, if it is an axis such as the rank of an adapter, name it "
+            "among the sizes with 2 or more"
         )
     return (
         f"dimension {index}, of size {column[0]}, grows with none of {', '.join(columns)}; "

@@ -454,6 +454,12 @@ class Matrices:
         side = 0 if node.inputs[0] is use.view else 1
         shape = self.flow.graph.shapes[use.param]
         fan_in = complete_dims(use, shape, node.info["contracted"][side])
+        if not fan_in and 1 in shape:
+            axis = self.names[use.param][shape.index(1)]
+            raise Refusal(
+                f"its axis {axis} has the size 1, and sums over a size of 1 leave no trace; "
+                f"trace the model with {axis} of 2 or more, as roles do not depend on sizes"
+            )
         if not fan_in:
             raise Refusal(
                 "it is multiplied with an activation and nothing is summed over; "

@@ -349,6 +349,11 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
     for axis in sizes:
         if axis not in AXES:
             raise PresetError(f"no logical axis is named {axis!r}; the axes are {', '.join(AXES)}")
+        if sizes[axis] < 2:
+            raise PresetError(
+                f"the size of {axis} is {sizes[axis]}; write 2 or more, because a size of 1 leaves "
+                "no trace in the loss, and roles do not depend on sizes"
+            )
     base_sizes = _Sizes(sizes)
     params, loss, batch = build(base_sizes)
     base = Sample(base_sizes, _shapes(params))
@@ -381,10 +386,13 @@ def _traced_roles(loss: Loss, params: Any, batch: Any, samples: Sequence[Sample]
     roles = deduce(trace(loss, params, batch), samples)
     learned: set[str] = set()
     for param in roles.refused:
-        if len(samples[0].shapes[param]) > 2:
+        shape = samples[0].shapes[param]
+        if len(shape) - shape.count(1) > 2:
             continue
         trial = deduce(trace(loss, params, batch, learned | {param}), samples)
         is_query = param in trial.specs or trial.refused.get(param) == DIRECT_QUERY
+        # A query of shape [1, embed] stays refused for its shape, but what reads it is found.
+        is_query |= 1 in shape and trial.refused.get(param) == roles.refused[param]
         if is_query and len(trial.refused) < len(roles.refused):
             learned.add(param)
             roles = trial

@@ -54,12 +54,19 @@ def class_attention(p: Params, x: jax.Array) -> jax.Array:
 
 
 def roles_of(pool: Pool, query: tuple[str, ...], without: str = "") -> Roles:
+    """Return the roles of an image model with a pooling head.
+
+    Args:
+        query: Axes of the learned query. "one" is a dimension that has the size 1 in the code.
+        without: Parameter that the model does not have.
+    """
+
     def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
         shapes = {
             "patch": (s["patch"], s["embed"]),
             "place": (s["position"], s["embed"]),
             "readout": (s["embed"], s["classes"]),
-            "query": tuple(s[axis] for axis in query),
+            "query": tuple({**s, "one": 1}[axis] for axis in query),
             **heads(s),
         }
         if pool is not pooled:
@@ -97,6 +104,30 @@ def test_a_learned_query_is_a_learned_token(pool: Pool, axes: tuple[str, ...], b
     if pool is not pooled:
         expected |= {"up": "block.mlp_in", "down": "block.mlp_out"}
     assert groups.items() >= expected.items()
+
+
+def added_to_nothing(p: Params, x: jax.Array) -> jax.Array:
+    query = jnp.broadcast_to(p["query"], (x.shape[0], 1, x.shape[-1]))
+    return attend(p, query, normed(x))[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("pool", "axes"),
+    [
+        (pooled_by_mlp, ("one", "embed")),
+        (perceiver, ("one", "embed")),
+        (lambda p, x: run_mlp(p, added_to_nothing(p, x)), ("one", "one", "embed")),
+    ],
+    ids=["pooled", "perceiver", "of rank 3"],
+)
+def test_a_query_with_a_dimension_of_1_hides_no_role_of_attention(
+    pool: Pool, axes: tuple[str, ...]
+) -> None:
+    roles = roles_of(pool, axes)
+    assert list(roles.refused) == ["query"]
+    assert roles.refused["query"].startswith("dimension 0 has the size 1; leave it out")
+    roles_of_attention = [roles.specs[name].role.value for name in "qkvo"]
+    assert roles_of_attention == ["query", "key", "value", "attention_out"]
 
 
 def test_a_query_without_a_matrix_is_refused_with_what_to_write() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mupax import presets
 from mupax.presets import adapters
-from mupax.presets.roles import ParamSpec, Role
+from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
 from mupax.zoo.transformer import LoraConfig
@@ -195,6 +195,31 @@ def test_adapters_of_the_zoo_are_found_as_declared(layers: str) -> None:
     roles = models.roles_of_config(model)
     assert roles.refused == {}
     assert models.differences(model, roles) == {}
+
+
+def test_an_adapter_of_rank_1_is_refused_with_what_to_write() -> None:
+    """A sum over a size of 1 leaves no trace, and the rank has no influence on roles."""
+    lora = LoraConfig(rank=1, on=("mlp",))
+    roles = models.roles_of_config(dataclasses.replace(configs.get("lm-tiny"), lora=lora))
+    assert roles.refused
+    for reason in roles.refused.values():
+        assert reason.endswith(
+            "trace the model with rank of 2 or more, as roles do not depend on sizes"
+        )
+
+    with pytest.raises(PresetError, match="the size of rank is 1; write 2 or more"):
+        models.roles_of(decoder(looked_up, TABLE, ("up",)), SIZES | {"rank": 1})
+
+    shapes = TABLE | {"a": ("embed", "one"), "b": ("one", "mlp")}
+
+    def build(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+        adapted = decoder(looked_up, shapes, up=lambda p, x: x @ p["up"] + x @ p["a"] @ p["b"])
+        return adapted({**sizes, "one": 1})
+
+    unnamed = {name: size for name, size in SIZES.items() if name != "rank"}
+    roles = models.roles_of(build, unnamed)
+    assert sorted(roles.refused) == ["a", "b"]
+    assert "such as the rank of an adapter, name it" in roles.refused["a"]
 
 
 def latent(axis: str) -> models.Build:
