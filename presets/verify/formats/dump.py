@@ -149,8 +149,9 @@ def parse_dump(contents: Any, source: str) -> Dump:
 
     parameters = {name: _parse_entry(entry, name, source) for name, entry in entries.items()}
     about = dict(model)
-    if about.get("optimizer") in OTHER_NAMES:
-        about["optimizer"] = OTHER_NAMES[about["optimizer"]]
+    optimizer = about.get("optimizer")
+    if isinstance(optimizer, str):  # `Dump` refuses any other value
+        about["optimizer"] = OTHER_NAMES.get(optimizer, optimizer)
     return Dump(source=source, parameters=parameters, **about)
 
 
@@ -186,7 +187,11 @@ def _parse_entry(entry: Any, name: str, source: str) -> Entry:
     for column, value in values.items():
         # Eps is divided by the multiplier, so a multiplier of 0 is refused.
         _check_number(f"{source}: {name} {column}", value, zero=column != "multiplier")
-    return Entry(shape=tuple(shape), role=entry.get("role", ""), **values)
+
+    role = entry.get("role") or ""
+    if not isinstance(role, str):
+        raise PresetError(f"{source}: {name} has the role {role!r}; write a text, such as 'query'")
+    return Entry(shape=tuple(shape), role=role, **values)
 
 
 def read_json(path: Path) -> Any:

@@ -164,6 +164,14 @@ def class_token_alone(width: int) -> Contents:
             "has the role 'gian'; roles are",
         ),
         (
+            [but(x, "norm.gain", role=["norm_gain"]) for x in (SMALL, LARGE)],
+            "norm.gain has the role ['norm_gain']; write a text, such as 'query'",
+        ),
+        (
+            [with_model(x, optimizer=["adamw"]) for x in (SMALL, LARGE)],
+            "the optimizer is ['adamw']; write one of adamw, adam",
+        ),
+        (
             [dump(MUP, model, decoder(16)) for model in (decoder(32, heads=8), decoder(16, depth=8))],
             "dump one size that grows at a time",
         ),
