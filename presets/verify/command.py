@@ -348,6 +348,8 @@ class Verify:
             )
         if self.constant and self.preset is None:
             raise command_line.UsageError("--constant is a preset's; write --preset too")
+        if self.json:
+            command_line.refuse_idle(self, ("table",), "with --json", "leave --json out")
 
     def run(self) -> int:
         """Print the report, and return 1 if something is wrong, else 0.

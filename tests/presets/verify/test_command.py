@@ -191,6 +191,7 @@ def test_what_cannot_be_judged_is_one_message(files: list[Contents], message: st
         ("--constant alpha_l=1", "--constant is a preset's; write --preset too"),
         ("--preset muup", "did you mean 'mup'?"),
         ("--optimizer soap", "no optimizer is named 'soap'"),
+        ("--json --table", "--table has no effect with --json; leave --json out"),
         ("--preset u-mup --optimizer sgd", "u-mup has no rule for the optimizer 'sgd'"),
     ],
 )

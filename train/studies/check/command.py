@@ -88,6 +88,15 @@ class Check(ConstantFlags):
     dry_run: Switch = False
     """Print the sizes and what theory expects; measure nothing."""
 
+    def __post_init__(self) -> None:
+        if self.desiderata:
+            names = ("grow", "optimizer", "accept", "peak_lr", "figure", "figure_panels")
+            reason = "with --desiderata, which grows every dimension at the first step of SGD"
+            command_line.refuse_idle(self, names, reason, "leave --desiderata out")
+        elif self.grow in RUN_AXES:
+            reason = f"with --grow {self.grow}, which takes one run of every size"
+            command_line.refuse_idle(self, ("seeds",), reason, "grow a size of the model")
+
 
 class _Page(NamedTuple):
     """Lines that are printed around the findings.

@@ -117,6 +117,10 @@ def test_a_wrong_number_at_the_base_is_seen_there():
             "lm-tiny --grow heads --joint sde",
             "check does not read --joint growing heads (--grow batch or tokens does)",
         ),
+        (
+            "lm-tiny --grow tokens --seeds 8",
+            "--seeds has no effect with --grow tokens, which takes one run of every size",
+        ),
         ("lm-tiny --grow batch --accept lazy", "check does not read --accept with --grow batch"),
         ("lm-tiny --grow heads --steps 6", "check does not read --steps; it takes --model.*"),
     ],

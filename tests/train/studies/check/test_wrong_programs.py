@@ -248,6 +248,15 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict():
             "rates.reedout: no parameter group is named 'reedout'; did you mean",
         ),
         (["lm-proxy", "--accept", "frozen"], "lazy"),
+        (["lm-proxy", "--desiderata", "--grow", "depth"], "--grow has no effect with --desiderata"),
+        (
+            ["lm-proxy", "--desiderata", "--figure-panels", "a.png"],
+            "--figure-panels has no effect with --desiderata",
+        ),
+        (
+            ["lm-proxy", "--desiderata", "--optimizer", "adam"],
+            "--optimizer has no effect with --desiderata, which grows every dimension at the first",
+        ),
         (
             ["vit-proxy", "--model.width", "34"],
             "model.width 34 is not divisible by model.num_heads 4",
