@@ -7,6 +7,7 @@ which the optimizer, the initialization and the studies read.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -422,7 +423,8 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
         default: Constants that are used if the words have no `--preset.constants`.
 
     Raises:
-        UsageError: A flag of this form has no value, or `--preset.constants` is written twice.
+        UsageError: A flag of this form has no value, `--preset.constants` is written twice, or
+            `--preset.NAME` is written for a constant that has no such flag.
     """
     words = list(argv)
     remaining: list[str] = []
@@ -447,6 +449,13 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
                 group_values[name] = words.pop(0)
             else:
                 raise UsageError(f"{flag} needs a value after it")
+        elif flag.startswith("--preset.") and name in _constants_without_flag():
+            if not equals:
+                value = words[0] if words and not words[0].startswith("--") else "VALUE"
+            raise UsageError(
+                f"{flag} is a constant without a flag of its own; "
+                f"write --preset.constants {name}={value}"
+            )
         else:
             remaining.append(word)
 
@@ -460,6 +469,15 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
                 constants.append(text)
     assignments = [f"{name}={value}" for name, value in group_values.items()]
     return [*remaining, "--preset.constants", *constants, *assignments]
+
+
+def _constants_without_flag() -> set[str]:
+    """Return the names of all presets' constants that have no `--preset.NAME` of their own."""
+    names: set[str] = set()
+    for make in presets.PRESETS.values():
+        names.update(inspect.signature(make).parameters)
+    flags = {field.name for field in dataclasses.fields(PresetConfig)}
+    return names - flags - set(CONSTANT_FLAGS)
 
 
 def _pop_values(words: list[str]) -> list[str]:

@@ -82,6 +82,20 @@ def test_a_flag_of_several_values_is_written_once(words: str, capsys: Capture) -
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "presets limits mup --preset.embedding-width -0.5",
+        "check lm-tiny --dry-run --preset.embedding-width=-0.5",
+        "train lm-tiny --preset.embedding_width -0.5",
+    ],
+)
+def test_a_constant_without_a_flag_is_told_how_to_be_written(words: str, capsys: Capture) -> None:
+    message = refused(capsys, *words.split())
+    assert "write --preset.constants embedding_width=-0.5" in message
+    assert main(["presets", "limits", "mup", *message.split()[-2:]]) == 0
+
+
 def test_control_values_behind_one_flag_and_a_repeated_flag_of_one_value(capsys: Capture) -> None:
     words = "lm-tiny --preset.constants alpha_a=0.5 c_a=2 --steps 3 --steps 5"
     config = printed(capsys, *words.split())
