@@ -14,7 +14,8 @@ from tyro import conf
 
 from mupax import MupaxError, command_line, disk, terminal
 from mupax.command_line import Switch
-from mupax.presets import Preset, horizon
+from mupax.presets import CONSTANT_FLAGS, Preset, horizon
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
@@ -366,16 +367,44 @@ def _next_steps(
             f"next: type the same command with --peak-lr {peak_lr / 8:.3g}, an eighth of this rate"
         ]
     if all(finding.agrees for finding in findings):
-        compared = " ".join(dict.fromkeys([preset, "mup", "depth-mup", "completep"]))
+        compared = dict.fromkeys([preset, "mup", "depth-mup", "completep"])
+        limits_words = ["presets", "limits", preset, *_flags_of_limits(args, config)]
+        compare_words = ["presets", "compare", *compared, *_optimizer_flag(config)]
         return [
-            f"next: mupax presets limits {preset} says what its table does, "
-            f"and mupax presets compare {compared} which tables do not"
+            f"next: mupax {shlex.join(limits_words)} says what its table does, "
+            f"and mupax {shlex.join(compare_words)} which tables do not"
         ]
     figure = "" if args.figure else "; --figure check.png draws it"
     return [
         f"next: look at the rule or the code of the first parameter in red, "
         f"and type the same command again{figure}"
     ]
+
+
+def _optimizer_flag(config: Config) -> list[str]:
+    """Return the flag with which `limits` and `compare` speak of the optimizer of a check.
+
+    The result is empty for Adam, of which both speak by default.
+    """
+    if OPTIMIZERS[config.optimizer.name].family == "adam":
+        return []
+    return ["--optimizer", config.optimizer.name]
+
+
+def _flags_of_limits(args: Check, config: Config) -> list[str]:
+    """Return flags with which `mupax presets limits` prints the table of a check."""
+    flags = _optimizer_flag(config)
+    if args.grow in ("experts", "expert_dim"):
+        flags.append("--experts")
+    # Constants of parameter groups, such as rates.readout, are numbers that do not grow.
+    constants = [text for text in config.preset.constants if "." not in text.partition("=")[0]]
+    for name in CONSTANT_FLAGS:
+        value = getattr(config.preset, name)
+        if value is not None:
+            constants.append(f"{name}={value}")
+    if constants:
+        flags += ["--preset.constants", *constants]
+    return flags
 
 
 _SMALL_RECIPES = ("lm-tiny", "vit-digits", "ed-tiny")
@@ -426,8 +455,10 @@ def _sweep_command(args: Check, config: Config, rest: Sequence[str]) -> str | No
     swept = (run.preset.name, run.preset.constants)
     if swept != (config.preset.name, config.preset.constants):
         return None
-    # Three octaves to either side of the recipe's rate.
-    peak_lr = run.optimizer.peak_lr
+    # Three octaves to either side of the recipe's rate. SGD's rates are of another size.
+    recipe_optimizer = cli.recipe(words[0])().optimizer.name
+    size = OPTIMIZERS[run.optimizer.name].check_lr / OPTIMIZERS[recipe_optimizer].check_lr
+    peak_lr = run.optimizer.peak_lr * size
     words += ["--lr", f"{peak_lr / 8:.4g}:{peak_lr * 8:.4g}:7"]
     return shlex.join(["mupax", "sweep", *words])
 

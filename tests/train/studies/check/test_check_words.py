@@ -94,7 +94,7 @@ def test_the_first_line_says_what_was_made_smaller(words, line, capsys):
         (
             "lm-proxy --constant c_a=2 --optimizer sgd --model.qk-norm",
             "mupax sweep lm-tiny --model lm-proxy --preset mup --model.qk-norm "
-            "--preset.constants c_a=2 --optimizer.name sgd --lr 0.001:0.064:7",
+            "--preset.constants c_a=2 --optimizer.name sgd --lr 0.1:6.4:7",
         ),
         (
             "vit-proxy",
@@ -115,13 +115,41 @@ def test_the_command_after_a_check_that_passes_runs_as_printed(words, command, m
         assert "7 points" in capsys.readouterr().out
 
 
-def test_the_commands_after_a_check_of_a_bad_table_run_as_printed(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "limits", "compare"),
+    [
+        ("lm-proxy --preset sp", "sp", "sp mup depth-mup completep"),
+        (
+            "lm-proxy --preset sp --optimizer sgd",
+            "sp --optimizer sgd",
+            "sp mup depth-mup completep --optimizer sgd",
+        ),
+        (
+            "lm-proxy --constant embedding_width=-0.5 --alpha-a 0.5",
+            "mup --preset.constants alpha_a=0.5 embedding_width=-0.5",
+            "mup depth-mup completep",
+        ),
+        (
+            "lm-laptop",
+            "mup --optimizer muon --preset.constants c_a=0.25",
+            "mup depth-mup completep --optimizer muon",
+        ),
+        (
+            "lm-proxy --model.experts 4 --grow experts --preset sp",
+            "sp --experts",
+            "sp mup depth-mup completep",
+        ),
+    ],
+)
+def test_the_commands_after_a_check_of_a_bad_table_are_about_this_table_and_run_as_printed(
+    words, limits, compare, monkeypatch, capsys
+):
     explodes = Expected(1.0, 0.1, 0.1, "explodes", ("query",))
     finding = Finding("update query", 1, 1.0, 1.0, 1.0, (1.0, 2.0), explodes)
     monkeypatch.setattr(check, "study", lambda *args: [finding])
-    assert main(["check", "lm-proxy", "--preset", "sp", "--sizes", "3"]) == 1
+    assert main(["check", *words.split(), "--sizes", "3"]) == 1
     commands = re.findall(r"mupax (presets .*?) (?:says|which)", capsys.readouterr().out)
-    assert commands == ["presets limits sp", "presets compare sp mup depth-mup completep"]
+    assert commands == [f"presets limits {limits}", f"presets compare {compare}"]
     for line in commands:
         assert main(line.split()) == 0
 
