@@ -90,7 +90,7 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
     declarations and differences from them, are empty.
 
     Raises:
-        UsageError: `--sizes` is missing or wrong, or the function cannot be imported.
+        UsageError: `--sizes` is missing or wrong, or there is no such function.
     """
     if args.sizes is None:
         raise UsageError(
@@ -107,6 +107,8 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
     finally:
         # Removed again, so that later imports cannot pick up modules of the user's folder.
         sys.path.remove(os.getcwd())
+    if not callable(build):
+        raise UsageError(f"{args.name} is {build!r:.60}, and no function of the sizes; name one")
     from mupax.train.studies.roles import models
 
     return {}, models.roles_of(build, sizes), {}

@@ -343,8 +343,9 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
         sizes: Base sizes by logical axis (`mupax.presets.roles.AXES`). Each is doubled alone.
 
     Raises:
-        PresetError: An axis does not exist, the model asks for a size that is not given, or it has
-            other parameters at other sizes.
+        PresetError: An axis does not exist or has the size 1, the model asks for a size that is not
+            given, it has other parameters at other sizes or the same shapes at all sizes, or
+            `build` returns something else.
     """
     for axis in sizes:
         if axis not in AXES:
@@ -355,26 +356,50 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
                 "no trace in the loss, and roles do not depend on sizes"
             )
     base_sizes = _Sizes(sizes)
-    params, loss, batch = build(base_sizes)
+    params, loss, batch = _built(build, base_sizes)
     base = Sample(base_sizes, _shapes(params))
+    if not base.shapes:
+        raise PresetError("the model has no parameters; return their shapes as the first value")
     samples = [base]
     for axis, size in sizes.items():
         # One axis alone, so that a dimension that changes is that axis.
         doubled_sizes = _Sizes({**sizes, axis: 2 * size})
-        doubled_params, _, _ = build(doubled_sizes)
+        doubled_params, _, _ = _built(build, doubled_sizes)
         doubled = Sample(doubled_sizes, _shapes(doubled_params))
         # A deeper model can have parameters of further layers.
-        if axis != "layers" and doubled.shapes.keys() != base.shapes.keys():
+        if axis not in ("layers", "encoder_layers") and doubled.shapes.keys() != base.shapes.keys():
             changed = sorted(doubled.shapes.keys() ^ base.shapes.keys())
             raise PresetError(
                 f"with {axis} {2 * size} the model has other parameters: {', '.join(changed[:3])}"
             )
         samples.append(doubled)
+    if all(sample.shapes == base.shapes for sample in samples):
+        raise PresetError(
+            "the model has the same shapes at all sizes; make it of the sizes that it is given, "
+            "such as sizes['embed']"
+        )
     complete = []
     for sample in samples:
         if base.shapes.keys() <= sample.shapes.keys():
             complete.append(sample)
     return _traced_roles(loss, params, batch, complete)
+
+
+def _built(build: Build, sizes: Mapping[str, int]) -> tuple[Any, Callable[..., jax.Array], Any]:
+    """Return what a user's function builds, after a test that it is of the right kind.
+
+    Raises:
+        PresetError: It is not three values with the loss in the middle.
+    """
+    built = build(sizes)
+    is_triple = isinstance(built, (tuple, list)) and len(built) == 3
+    if not is_triple or not callable(built[1]):
+        raise PresetError(
+            "the function that builds the model has to return three values: the shapes of its "
+            "parameters, the function loss(params, batch) and the shapes of a batch"
+        )
+    params, loss, batch = built
+    return params, loss, batch
 
 
 def _traced_roles(loss: Loss, params: Any, batch: Any, samples: Sequence[Sample]) -> Roles:

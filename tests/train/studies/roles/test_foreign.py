@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,53 @@ def test_what_is_refused_makes_it_fail(tmp_path: Path, monkeypatch: pytest.Monke
         in done.out
     )
     assert done.out.endswith("1 of 3 parameters found\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return params, loss, ", "return params, ", "has to return three values: the shapes of"),
+        ("return params, loss", "return params, 3", "has to return three values: the shapes of"),
+        ("return params", "return {}", "the model has no parameters; return their shapes"),
+        ('sizes["embed"], sizes["output"]', "6, 14", "the same shapes at all sizes; make it of"),
+        ("def build(sizes)", "build = 3\ndef other(sizes)", "squared_model:build is 3, and no"),
+    ],
+)
+def test_a_function_that_builds_no_model_is_refused(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert old in SQUARED
+    (tmp_path / "squared_model.py").write_text(SQUARED.replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "squared_model", raising=False)
+    done = command("models roles squared_model:build --sizes embed=6,output=14")
+    assert done.code == 2
+    assert message in done.message
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("axis", ["layers", "encoder_layers"])
+def test_layers_may_be_parameters_of_their_own(axis: str) -> None:
+    def build(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+        embed, mlp = sizes["embed"], sizes["mlp"]
+        shapes = {"patch": (5, embed), "readout": (embed, 3)}
+        for layer in range(sizes[axis]):
+            shapes |= {f"up{layer}": (embed, mlp), f"down{layer}": (mlp, embed)}
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+        def loss(p: Any, batch: jax.Array) -> jax.Array:
+            x = batch @ p["patch"]
+            for layer in range(sizes[axis]):
+                x = x + jax.nn.gelu(x @ p[f"up{layer}"]) @ p[f"down{layer}"]
+            return jnp.sum(jnp.tanh(x @ p["readout"]))
+
+        return params, loss, jax.ShapeDtypeStruct((2, 5), jnp.float32)
+
+    roles = models.roles_of(build, {"embed": 6, "mlp": 14, axis: 2})
+    assert {name: roles.specs[name].group for name in ("up1", "down1")} == {
+        "up1": "block.mlp_in",
+        "down1": "block.mlp_out",
+    }
 
 
 def fields_of(config: Any) -> dict[str, Any]:
