@@ -21,6 +21,7 @@ from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+from mupax.train.studies.report import prepare_files
 from mupax.zoo import configs
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: Too few sizes or seeds, or as for `configured`.
+        UsageError: A file that a flag names cannot be written.
     """
     args, rest = command_line.parse_known(
         Check, "mupax check", with_group_constants(cli.with_file_first(argv))
@@ -162,6 +164,8 @@ def main(argv: Sequence[str]) -> int:
             "write --sizes 3 or more"
         )
 
+    if not args.dry_run:
+        prepare_files(args, ("json",), ("figure", "figure_panels"))
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 

@@ -27,6 +27,7 @@ from mupax.train.config import cli
 from mupax.train.config.checks import at_least
 from mupax.train.config.preset import preset_of, with_group_constants
 from mupax.train.config.run import Config
+from mupax.train.studies.report import prepare_files
 from mupax.zoo.configs import ConfigError, ViTConfig
 
 if TYPE_CHECKING:
@@ -537,6 +538,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         return 0
 
+    prepare_files(args, ("json",), ("figure",))
     images, targets = examples(config, args.images)
     infinite = limit(
         config,

@@ -231,6 +231,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import LiveTable
 
+    report.prepare_files(args, ("json",))
     folder = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}")
     evaluated = not args.no_eval
     with sweep.engine(folder, args.how, evaluated=evaluated) as engine:

@@ -195,11 +195,12 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     Args:
         command: Command line of this search, for the record.
     """
-    from mupax.train.studies.report import write_json
+    from mupax.train.studies.report import prepare_files, write_json
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
     from mupax.train.studies.tune.search import Search, measure
 
+    prepare_files(args, ("json",))
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
     table = report.SearchTable(terminal.console(), search, evaluated=not args.no_eval)

@@ -14,6 +14,8 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check
 from mupax.train.studies.check.judge import Finding
 from mupax.train.studies.check.theory import Expected
+from mupax.train.studies.desiderata import command as desiderata
+from mupax.train.studies.sweep import sweep
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT, harness
@@ -152,6 +154,41 @@ def test_the_commands_after_a_check_of_a_bad_table_are_about_this_table_and_run_
     assert commands == [f"presets limits {limits}", f"presets compare {compare}"]
     for line in commands:
         assert main(line.split()) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check lm-proxy --json .", "--json . is a folder; write the path of a file"),
+        ("check lm-proxy --desiderata --json .", "--json . is a folder"),
+        ("check lm-proxy --figure a.xyz", "--figure a.xyz ends in .xyz, and no picture does"),
+        ("check lm-proxy --figure-panels file/a.png", "its folder cannot be made"),
+        ("sweep lm-tiny --lr 2^-7 --json .", "--json . is a folder"),
+        ("tune lm-tiny --over lr --json .", "--json . is a folder"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    """The exit code of the check would say that the preset is wrong."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for module, function in (
+        (check, "study"),
+        (desiderata, "measured"),
+        (sweep, "engine"),
+    ):
+        monkeypatch.setattr(module, function, lambda *_, **__: pytest.fail("it began"))
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_check_makes_the_folders_of_its_files(monkeypatch, tmp_path):
+    passing = Finding("update query", 1, 0.0, 0.0, 0.0, (1.0, 1.0), Expected(0.0, 0.1, 0.1))
+    monkeypatch.setattr(check, "study", lambda *args: [passing])
+    path = tmp_path / "new" / "a.json"
+    assert main(["check", "lm-proxy", "--sizes", "3", "--json", str(path)]) == 0
+    assert path.exists()
 
 
 def test_python_refuses_what_two_sizes_cannot_decide():
