@@ -24,7 +24,15 @@ from mupax.presets.rule import ONE, Power, Rule, axis
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
 from mupax.presets.verify.fit import TOLERANCE, GrowthSeries, Quantity
 from mupax.presets.verify.reference import Reference
-from mupax.presets.verify.sentences import Finding, Severity, ValueName, consequence, power, remedy
+from mupax.presets.verify.sentences import (
+    Finding,
+    Severity,
+    ValueName,
+    consequence,
+    observable_consequence,
+    power,
+    remedy,
+)
 
 UNEVEN = 0.2
 """Largest exponent of an observable that may come from widths that do not grow in step.
@@ -55,12 +63,16 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
     """
     wrong = _wrong_differences(reference)
     causes = [d for d in wrong if not _follows(d, wrong)]
+    reported = []
+    if reference.common_rate_excess:
+        rates = [d for d in causes if d.quantity == "rate"]
+        causes = [d for d in causes if d.quantity != "rate"]
+        reported.append(_rate_of_the_run(rates, reference, line, family))
 
     groups: dict[tuple, list[_NamedDifference]] = {}
     for named in _named_differences(causes, family):
         groups.setdefault(_group_key(named), []).append(named)
 
-    reported = []
     for group in groups.values():
         members = [named.difference for named in group]
         reported.append(_finding(members, group[0].value_name, reference, line, family))
@@ -227,6 +239,42 @@ def _finding(
         consequence=consequence(first, value_name, worst, line),
         remedy=remedy(first, value_name, line),
         why=why,
+    )
+
+
+def _rate_of_the_run(
+    rates: Sequence[Difference], reference: Reference, line: GrowthSeries, family: Family
+) -> Finding:
+    """Return the fault that all learning rates are off by one factor.
+
+    Args:
+        rates: Differences of all learning rates.
+        reference: Preset that the user's models are compared with, and the differences from it.
+    """
+    excess = reference.common_rate_excess
+    place = f"{line.word} {line.models[-1].sizes.get(line.axis, 1)}"
+    factor = line.t[-1] ** excess
+    suffering = _suffering(reference.preset, rates, line, family)
+    result = f"all steps go as {power(line.word, excess)}"
+    if suffering:
+        result = observable_consequence(*suffering[0], line.word)
+    remedy = (
+        f"Divide every learning rate at {place} by {factor:.3g}, to have the base's for the run"
+    )
+    return Finding(
+        severity="fault",
+        names=("every learning rate",),
+        role="all kinds",
+        what="rate",
+        slope=None,
+        target=0.0,
+        consequence=result,
+        remedy=remedy,
+        text=(
+            f"every learning rate is {factor:.3g} times {reference.preset.name}'s at {place}, and "
+            "those of the parameters are right relative to each other. One learning rate of the "
+            f"run is for all sizes, so {result}. {remedy}."
+        ),
     )
 
 

@@ -48,6 +48,8 @@ _WEIGHTS = {LOGITS: 0.9, BRANCH: 4.0, "eps": 0.0, "pull": 0.0}
 Weights that are not listed are 1. The factor on branches counts most, because nobody writes one by
 accident.
 """
+_KINDS_OF_A_RUN = 3
+"""Smallest number of kinds of parameters by which a common factor is that of the whole run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +70,34 @@ class Reference:
         as ("embeddings", "rate"). Differences in eps and weight decay have the weight 0.
         """
         kinds = set()
+        is_common = self.common_rate_excess != 0
         for difference in self.differences:
             if difference.wrong:
-                kinds.add((_kind(difference), difference.quantity))
+                # One rate for the run is one mistake, however many parameters it reaches.
+                is_rate = difference.quantity == "rate"
+                kind = "all" if is_common and is_rate else _kind(difference)
+                kinds.add((kind, difference.quantity))
         total = 0.0
         for kind, quantity in kinds:
             total += _WEIGHTS.get(kind, _WEIGHTS.get(quantity, 1.0))
         return total
+
+    @property
+    def common_rate_excess(self) -> float:
+        """Power of the size by which all learning rates are off alike, 0 if they are not.
+
+        The rate of the whole run then differs between the sizes, and those of parameters are right
+        relative to each other.
+        """
+        rates = [d for d in self.differences if d.quantity == "rate"]
+        kinds = {_kind(d) for d in rates}
+        are_wrong = all(d.wrong and d.slope is not None and not d.has_outlier for d in rates)
+        # With fewer kinds it may as well be a mistake of one kind.
+        if len(kinds) < _KINDS_OF_A_RUN or not are_wrong:
+            return 0.0
+        excesses = [d.excess for d in rates]
+        is_one = max(excesses) - min(excesses) < TOLERANCE
+        return sum(excesses) / len(excesses) if is_one else 0.0
 
 
 def _kind(difference: Difference) -> str:

@@ -140,13 +140,13 @@ def consequence(
         factor = f"{d.outlier_factor:.2g}"
         return f"at {line.word} {size} it is {factor} times what the other sizes make it"
     if worst is not None:
-        return _observable_consequence(*worst, line.word)
+        return observable_consequence(*worst, line.word)
     if d.slope is None:
         return "the models are not of one parameterization"
     return _value_consequence(d.excess, value_name, line.word)
 
 
-def _observable_consequence(row: str, entry: Entry, word: str) -> str:
+def observable_consequence(row: str, entry: Entry, word: str) -> str:
     """Return a clause on how an observable of `limits` behaves.
 
     An example is "the output explodes as width^0.5".

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from mupax import presets
+from mupax.presets.rule import Decay
 from mupax.presets.verify.reference import ORDER
 from tests.presets.verify.dumps import (
     Contents,
@@ -388,11 +389,44 @@ def test_a_factor_on_branches_is_judged_alike_as_a_multiplier_of_their_last_matr
 
 
 def test_what_is_wrong_under_sgd_is_not_explained_by_rules_of_adam():
-    done = shown(*networks(optimizer="sgd"))
+    files = networks(optimizer="sgd")
+    # Under SGD, Adam's rates are all off by one factor, which is another finding.
+    files[1][TABLE] = {**files[1][TABLE], "lr": 4 * files[1][TABLE]["lr"]}
+    done = shown(*files)
     assert done.code == 1
     words = "ln_1.weight (block.norm_gain): the learning rate stays and should grow as width^1"
     assert words in done.text
     assert "is to stay" not in done.text
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("decay", ["coupled", "independent"])
+def test_a_rate_of_the_run_that_differs_between_sizes_is_one_fault_and_keeps_attention(
+    factor: float, decay: Decay
+):
+    """At half the rate muP was held against mup-half, and its attention was to be changed."""
+    small, large = pair(presets.get("mup"), decoder(16), "head_dim", decay=decay)
+    files = [small, changed(large, lambda name, entry: {"lr": factor * entry["lr"]})]
+    judged = verified(*files)
+    assert (judged.code, judged.line["reference"]) == (1, "mup")
+    assert judged.faults == ["every learning rate"]
+    text = shown(*files).text
+    assert f"every learning rate is {factor:g} times mup's at width 64" in text
+    assert f"Divide every learning rate at width 64 by {factor:g}, to have the base's" in text
+    # What the fault says to write is right.
+    mended = changed(files[1], lambda name, entry: {"lr": entry["lr"] / factor})
+    assert verified(small, mended).code == 0
+
+
+def test_control_a_rate_that_only_one_kind_of_parameter_lacks_is_named():
+    small, large = pair(presets.get("mup"), decoder(16), "head_dim")
+    halved = changed(
+        large, lambda name, entry: {"lr": entry["lr"] / 2} if name != "token" else None
+    )
+    judged = verified(small, halved)
+    assert judged.code == 1
+    assert "every learning rate" not in judged.faults
+    assert "readout" in judged.faults
 
 
 def test_a_std_that_falls_is_not_said_to_be_one_for_all_widths():
