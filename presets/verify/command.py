@@ -189,8 +189,10 @@ MISTAKES = (
             "to stay"
         ),
         source="microsoft/mup, issue 48; 2506.15025",
+        # A rate that falls as width^-1/2 is a caution, which has sources of its own.
         fits=lambda finding, line, family: (
             _is_embedding(finding)
+            and finding.severity == "fault"
             and finding.what == "rate"
             and finding.excess < -0.4
             and family != "sgd"

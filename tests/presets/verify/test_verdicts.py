@@ -429,6 +429,38 @@ def test_control_a_rate_that_only_one_kind_of_parameter_lacks_is_named():
     assert "readout" in judged.faults
 
 
+def test_a_table_whose_rate_falls_as_the_root_is_a_caution_and_no_published_mistake():
+    """Both would be by the same paper, which has it so, and say that the rate is to stay."""
+    small, large = pair(presets.get("mup"), decoder(16))
+
+    def slower(factor: float) -> Contents:
+        return changed(large, lambda n, e: {"lr": e["lr"] * factor} if n == "token" else None)
+
+    done = shown(small, slower(1 / 2))
+    assert done.code == 0
+    assert done.text.startswith("RIGHT, with a caution: 0 wrong, 1 to know of")
+    assert "2506.15025 and 2407.17465 have it so" in done.text
+    assert "issue 48" not in done.text
+    assert shown(small, slower(1 / 2), flags="--strict").code == 1
+    # The control: as a hidden matrix.
+    done = shown(small, slower(1 / 4))
+    assert done.code == 1
+    assert "issue 48" in done.text
+
+
+@pytest.mark.parametrize(("projection", "code"), [("k_proj", 0), ("q_proj", 1)])
+def test_the_bias_of_keys_moves_no_weight_of_attention_and_is_not_judged(
+    projection: str, code: int
+):
+    """It shifts all logits of a query alike. The control is the bias of queries."""
+
+    def bias(width: int) -> Contents:
+        entry = {"shape": [width], "std": 0.0, "lr": 6e-4 * 64 / width, "wd": 0.0}
+        return {f"h.{layer}.attn.{projection}.bias": entry for layer in range(2)}
+
+    assert shown(*networks(bias)).code == code
+
+
 def test_a_std_that_falls_is_not_said_to_be_one_for_all_widths():
     # The std falls as width^-0.25, and is to fall as width^-0.5.
     def slower(name: str, entry: Contents) -> Contents | None:
