@@ -248,7 +248,7 @@ def _rate_of_the_run(
     """Return the fault that all learning rates are off by one factor.
 
     Args:
-        rates: Differences of all learning rates.
+        rates: Differences that this finding stands for, those of the quantity "rate".
         reference: Preset that the user's models are compared with, and the differences from it.
     """
     excess = reference.common_rate_excess

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro import conf
 
@@ -111,7 +111,7 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
         raise UsageError(f"{args.name} is {build!r:.60}, and no function of the sizes; name one")
     from mupax.train.studies.roles import models
 
-    return {}, models.roles_of(build, sizes), {}
+    return {}, models.roles_of(cast(models.Build, build), sizes), {}
 
 
 def _parsed_sizes(text: str) -> dict[str, int]:
