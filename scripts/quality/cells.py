@@ -192,6 +192,11 @@ def _half_readout_and_embedding(growth: float) -> Mapping[str, float]:
     return {"readout_width": -0.5, "embedding_width": -0.5}
 
 
+def _falling_readout_rate(growth: float) -> Mapping[str, float]:
+    """Return the factor with which the readout's rate falls as m^-2, where `mup` has m^-1."""
+    return {"rates.readout": 1 / growth}
+
+
 def _sp_embedding_rate(growth: float) -> Mapping[str, float]:
     """Return the factor that gives `mup` the token embedding's rate of `sp`."""
     return {"rates.token_embedding": 1 / growth}
@@ -301,6 +306,7 @@ LONG_IMAGE_ARMS = (
 """Arms of image models over 800 steps."""
 MUON_ARMS = (
     *WIDTH_ARMS[:3],
+    Arm("mup, readout's rate m^-2", constants=_falling_readout_rate),
     Arm(
         "sp, both peak rates, readout's and embedding's rate tuned anew",
         "sp",

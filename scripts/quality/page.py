@@ -26,37 +26,35 @@ Record = Mapping[str, Any]
 
 HEAD = f"""# Does a tuned preset win?
 
-This page compares training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is its base. A section links to its constants.
+This page compares training losses of two ways to choose the constants of larger models. The
+smallest model of a comparison is its base.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models keep these constants, except in rows with
   "tuned" or "as sp has" in their names.
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size, its learning rate and the readout's
-  multiplier are searched again. `muon` sections and the second `sp` row of others also search the multipliers of the input embedding and of
-  parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
-  In rows with "more constants at the base", the preset's search at the base has these groups, too.
+  multiplier are searched again. The second `sp` row of a section, and that of `muon` sections, also search the multipliers of the input
+  embedding and of parameter groups that gain more than {JOINS:.3f} nats from a factor of four at four times the base.
+  In rows with "more constants at the base", the preset's search has these groups, too.
 
-A section's name has the growing size and the number of steps. In `vit` sections the head dimension grows, in `muon` sections heads,
-under Muon. In `muon-shipped-100`, nothing is searched at the base: the constants are those of `lm-laptop`. "At 2 times"
-means twice the base's size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's
-initial std falls as m^-1/2.
+A section's name has the growing size and the number of steps. `vit` sections grow in head dimension, `muon` sections in heads, under
+Muon. `muon-shipped-100` searches nothing at the base: it has `lm-laptop`'s constants. m and L are width and depth, divided by
+the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
-A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
-by seed (5 to 12), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}
-nats (**not worse**), *not finished* that a size is missing. **Not shown** means that no row of a section has *yes*. Where a section
-has two `sp` rows, "less `sp`" is the difference from the second.
+A run's loss is the mean over its last tenth. Runs of a comparison see the same examples in the same order. Differences are paired
+by seed (5 to 12), with a 95 % t interval. *Yes* means that all intervals of a row end at or below {GOAL:+.3f} nats (**not
+worse**), **not shown** that no row of a section has *yes*. Where a section has two `sp` rows, "less `sp`" is the difference from the second.
 
 `python -m scripts.quality` trains missing runs and writes this page; `--rates` measures the picture.
 """
-COLUMNS = """Each section's table has mean losses in nats by size. A row with "as sp has" is `mup` with one rule of `sp` and a learning rate
-searched at every size. Its last column is the `mup` row's loss minus its own at the largest size, over the seeds of both.
+COLUMNS = """Tables of sections have mean losses in nats by size. Rows with "as sp has" are `mup` with one rule of `sp` and a learning rate
+searched at every size; the last column is `mup`'s loss minus theirs at the largest size, over the seeds of both.
 """
 LESS = "mup less this"
 READING = {
     "head_dim-100": "**Not shown** to be not worse than `sp`. If `mup`'s learning rate and readout's multiplier are "
-    "also searched at every size, with a readout std of m^-1/2, its losses are 0.005, 0.000 and 0.009 nats below `sp`'s. This multiplier falls "
-    "from 8 at head_dim 16 to 2 at 64.",
+    "also searched at every size, with a readout std of m^-1/2, its losses are 0.005, 0.000 and 0.009 nats below `sp`'s, "
+    "and this multiplier falls from 8 to 2.",
     "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with each doubling of heads.",
     "depth-100": "**Not worse** than `sp` with residual branches scaled by L^-1/2 (`depth-mup`) and by L^-1 (`alpha_L 1`).",
@@ -66,16 +64,15 @@ READING = {
     "learning rate fall as m^-1/2. With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s.",
     "head_dim-800": "**Not shown** to be not worse than an `sp` with seven searched constants. At eight times "
     "the base, the first row ends 0.009 ± 0.008 nats above it, plain `mup` 0.032 ± 0.008. At four times, no "
-    "difference could be measured. An `sp` with two searched constants ends above the preset's rows.",
-    "vit-800": "**Not shown** to be not worse than an `sp` with nine searched constants. At two and four times the base, "
-    "`mup` rows end 0.06 to 0.09 nats above it, or 0.04 to 0.06 with more constants at the base, "
-    "which lower the base's own loss from 1.170 to 1.106. At eight times, `sp` is not searched yet. An `sp` with two "
-    "searched constants ends above all of them.",
-    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`. "
-    "Its search lowers the multiplier of the readout's learning rate from 2 to 1/32, `mup`'s rule only to 1/4.",
-    "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above `sp`. "
-    "`sp` was tuned over 100 steps, `lm-laptop`'s constants over 1,250.",
-    "vit-100": "**Not shown** to be not worse than `sp`. At 8 times the base, both `mup` losses are below `sp`'s.",
+    "difference could be measured. An `sp` with two ends above the preset's rows.",
+    "vit-800": "**Not shown** to be not worse than an `sp` with nine searched constants. At two, four and eight times the base, "
+    "`mup` ends 0.086, 0.064 and 0.047 nats above it, or 0.039, 0.053 and 0.024 with more constants at the base, "
+    "which lower the base's loss from 1.170 to 1.106.",
+    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.036 nats above it, and 0.002 if the "
+    "readout's rate falls as m^-2 in place of m^-1.",
+    "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above it; m^-2 is no "
+    "help. `sp` was tuned over 100 steps, `lm-laptop`'s constants over 1,250.",
+    "vit-100": "**Not shown** to be not worse than `sp`. At 8 times the base, all `mup` losses are below `sp`'s.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 

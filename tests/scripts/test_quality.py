@@ -127,7 +127,9 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_a
             for size in (cell.sizes[0], cell.sizes[-1])
         )
         assert first.preset.base == last.preset.base
+        own_constants = arm.constants(cell.sizes[-1] / cell.sizes[0])
         readout = 4 * dict(cell.constants).get("rates.readout", 1)
+        readout *= own_constants.get("rates.readout", 1)
         assert f"rates.readout={readout:.10g}" in last.preset.constants
         assert last.seed == 3
         assert cells.rate(last) == cells.rate(first)
@@ -212,6 +214,21 @@ def test_a_setting_moves_both_peak_rates_of_muon(name: str):
         )
         assert after.peak_lr == pytest.approx(before.peak_lr * 2**0.5)
         assert after.adam_lr == pytest.approx(before.adam_lr / 4)
+
+
+@pytest.mark.parametrize(("name", "at_base"), [("muon-100", 1), ("muon-shipped-100", 2.48372)])
+def test_the_readout_rate_falls_twice_as_fast_as_under_mup(name: str, at_base: float):
+    cell = CELLS[name]
+    arms = {arm.label: arm for arm in cell.arms}
+    for size in cell.sizes:
+        constants = cell.config(arms["mup, readout's rate m^-2"], size, {}, 0).preset.constants
+        factors = dict(constant.split("=") for constant in constants)
+        growth = size / cell.sizes[0]
+        assert float(factors.get("rates.readout", 1)) == pytest.approx(at_base / growth)
+        # `mup`, the control, multiplies its own rule's rate by the same number at every size.
+        constants = cell.config(arms[MUP], size, {}, 0).preset.constants
+        factors = dict(constant.split("=") for constant in constants)
+        assert float(factors.get("rates.readout", 1)) == pytest.approx(at_base)
 
 
 def test_the_shipped_constants_are_those_of_the_recipe():
