@@ -190,14 +190,19 @@ def _other_coding(files: Named) -> Named:
 
 
 def _is_utf8(file: Path, stop: int) -> bool:
-    """Return whether bytes [0, stop) of a file are UTF-8. The last character may be cut."""
+    """Return whether bytes [0, stop) of a file are UTF-8.
+
+    The last character may be cut at `stop`, but not at the end of the file.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, stop, _BLOCK_BYTES):
-        block = corpus.read_bytes(file, start, min(start + _BLOCK_BYTES, stop))
-        try:
-            decoder.decode(block)
-        except UnicodeDecodeError:
-            return False
+    try:
+        for start in range(0, stop, _BLOCK_BYTES):
+            decoder.decode(corpus.read_bytes(file, start, min(start + _BLOCK_BYTES, stop)))
+        if stop == file.stat().st_size:
+            # Without `final`, the decoder would wait for the rest of a last character forever.
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
     return True
 
 

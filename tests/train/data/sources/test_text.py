@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models
 
 from mupax.train.data import DataError
-from mupax.train.data.records import corpus
+from mupax.train.data.records import corpus, user_files
 from mupax.train.data.sources import text
 from mupax.train.data.text import tokenizer
 from mupax.zoo import configs
@@ -344,6 +344,23 @@ def test_text_that_is_not_utf8(folder: Path) -> None:
     for encoding in ("utf-16", "utf-16-le"):
         write("wide.txt", ("naïve text " * 20).encode(encoding))
         assert_refused("is UTF-16.*, not UTF-8: convert it by `iconv", "text:wide.txt")
+
+
+def test_last_byte_is_not_utf8(folder: Path) -> None:
+    latin = write(folder / "latin.txt", ("plain words " * 20 + "café").encode("latin-1"))
+    _, notes = load_with_notes("text:t")
+    assert any("not UTF-8, and read byte by byte as it is: latin.txt; " in line for line in notes)
+    write(latin, "plain words " * 20 + "café")
+    _, notes = load_with_notes("text:t")
+    assert not any("UTF-8" in line for line in notes), "the control"
+
+
+def test_character_is_cut_where_the_check_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = "plain words " * 20 + "café"
+    write("t/a.txt", content)
+    monkeypatch.setattr(user_files, "_CHECKED_BYTES", len(content.encode()) - 1)
+    _, notes = load_with_notes("text:t")
+    assert not any("UTF-8" in line for line in notes)
 
 
 @pytest.mark.usefixtures("folder")
