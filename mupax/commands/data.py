@@ -21,7 +21,7 @@ from mupax.disk import lasting_name
 from mupax.mappings import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError
-from mupax.train.data.interface import with_flags_of
+from mupax.train.data.interface import changed_flags, with_flags_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,16 @@ class Prepare:
         preparation is only reported.
 
         Raises:
-            UsageError: `data_dir` is set, and the name is text:PATH or records:PATH.
+            UsageError: `data_dir` is set, and the name is text:PATH or records:PATH, or a flag of
+                those is set, and the name is neither.
+            ConfigError: A limit is less than 1.
             DataError: The data is missing or damaged, or a flag does not fit it.
         """
         with with_flags_of(self):
             return self._run()
 
     def _run(self) -> int:
-        from mupax.train.config.data import source, source_key
+        from mupax.train.config.data import fields_of_kinds, source, source_key
         from mupax.train.data import cache
 
         if self.name.startswith(("text:", "records:")):
@@ -72,6 +74,12 @@ class Prepare:
                     "written to the cache, which the environment variable MUPAX_DATA names"
                 )
             return self._tokenize()
+        # Only `_tokenize` reads the other flags.
+        for flag in changed_flags(self, fields_of_kinds()):
+            raise UsageError(
+                f"{flag} is of text:PATH and records:PATH, which this command tokenizes, and "
+                f"{self.name} is neither; leave it out"
+            )
         if source_key(self.name) is None:
             return _prepare_published(self.name, self.data_dir)
         prepare = source(self.name).prepare

@@ -478,9 +478,6 @@ class LimitsConfig:
     megapixels: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 128
     """Largest image, in millions of pixels."""
 
-    def __post_init__(self) -> None:
-        at_least("data.limits.", self, 1, "record_mib", "ratio", "megapixels")
-
 
 DEFAULT_LIMITS = LimitsConfig()
 
@@ -625,6 +622,8 @@ class DataConfig:
                 "data.noise_rate or data.noise_span is given, and only denoising data read them; "
                 "add --data.noise infilling (or sentinels), or leave both out"
             )
+        # Not in `LimitsConfig`, which the commands of `mupax data` take as --limits, too.
+        at_least("data.limits.", self.limits, 1, "record_mib", "ratio", "megapixels")
         at_least("data.", self, 0, "seed")
         if self.seed is not None and self.seed >= 2**53:  # no record could hold it
             raise ConfigError(f"data.seed is {self.seed}; write a number below 2^53 = {2**53}")

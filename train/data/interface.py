@@ -20,10 +20,11 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from mupax import MupaxError, MupaxFailure
+from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,10 +123,13 @@ class DataError(MupaxError):
     """
 
 
-_DATA_FLAG = re.compile(r"(--)?\bdata\.([a-z_-]+)")
-"""Flag or field of a run's data in a message, such as `--data.on-broken` or `data.tokenizer`."""
-_DATA_NAME = re.compile(r"(--)?\bdata\.name (as )?")
+_DATA_FLAG = re.compile(r"(--)?\bdata\.([a-z_-]+)((?:\.[a-z_-]+)?)")
+"""Flag or field of a run's data in a message, such as `--data.on-broken`, `data.tokenizer` or
+`data.limits.record_mib`."""
+_DATA_NAME = re.compile(r"(--)?\bdata\.name (?!is )(as )?")
 """The field `data.name` before its value, in a message."""
+_DATA_NAME_SUBJECT = re.compile(r"(--)?\bdata\.name(?= is )")
+"""The field `data.name` as the subject of a sentence."""
 
 
 @contextlib.contextmanager
@@ -141,21 +145,70 @@ def with_flags_of(command: Any) -> Iterator[None]:
 
     Raises:
         DataError: The block raised a `DataError`, whose message is rewritten.
+        ConfigError: The block raised a `ConfigError`, whose message is rewritten.
     """
     names = {field.name for field in dataclasses.fields(command)}
 
     def own_flag(match: re.Match[str]) -> str:
-        name = match[2].replace("-", "_")
-        return f"--{name.replace('_', '-')}" if name in names else match[0]
+        if match[2].replace("-", "_") not in names:
+            return match[0]
+        return f"--{match[2]}{match[3]}".replace("_", "-")
 
     try:
         yield
-    except DataError as error:
-        text = _DATA_NAME.sub("", str(error))
+    except (DataError, ConfigError) as error:
+        text = _DATA_NAME_SUBJECT.sub("NAME", str(error))
+        text = _DATA_NAME.sub("", text)
         text = _DATA_FLAG.sub(own_flag, text)
         if "--data." in text:
             text += " (--data. begins flags of `mupax train`)"
-        raise DataError(text) from error
+        error_type = ConfigError if isinstance(error, ConfigError) else DataError
+        raise error_type(text) from error
+
+
+def refuse_unread_flags(command: Any, sources: Iterable[str]) -> None:
+    """Raise an error for a flag of a command of `mupax data` that none of its sources reads.
+
+    Without this, such a flag would be ignored, and the command that is printed for a run would
+    have a flag that `mupax train` refuses.
+
+    Args:
+        command: Dataclass of the command's flags. A flag with its default value is no error.
+        sources: Data that the command reads, as `data.name` takes them.
+
+    Raises:
+        DataError: The message names the flag and the sources.
+    """
+    from mupax.train.config.data import fields_of_kinds, source
+
+    names = list(sources)
+    unread = fields_of_kinds().difference(*(source(name).reads for name in names))
+    for flag in changed_flags(command, unread):
+        raise DataError(f"{flag} is not read with the data {', '.join(names)}; leave it out")
+
+
+def changed_flags(command: Any, names: Collection[str]) -> list[str]:
+    """Return the flags of a command among `names` whose values are not their defaults.
+
+    Args:
+        command: Dataclass of the command's flags.
+        names: Names of fields. A name that the command lacks is skipped.
+    """
+    changed = []
+    for field in dataclasses.fields(command):
+        if field.name not in names:
+            continue
+        value = getattr(command, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        if not dataclasses.is_dataclass(value):
+            if value != field.default:
+                changed.append(flag)
+            continue
+        # A group of flags, such as --limits.ratio. Its default is a dataclass of the same type.
+        for inner in dataclasses.fields(value):
+            if getattr(value, inner.name) != getattr(field.default, inner.name):
+                changed.append(f"{flag}.{inner.name.replace('_', '-')}")
+    return changed
 
 
 class ReadError(MupaxFailure):

@@ -58,9 +58,9 @@ class Show:
         """Print the lengths, the examples and, with --baselines, reference losses. Return 0.
 
         Raises:
-            ConfigError: --examples is less than 1.
-            DataError: The text is missing, is images or conversations, or --rate, --mean-span or
-                --inputs is out of range.
+            ConfigError: --examples or a limit is less than 1.
+            DataError: The text is missing, is images or conversations, --rate, --mean-span or
+                --inputs is out of range, or the data do not read one of the flags.
         """
         from mupax.train.data.interface import with_flags_of
 
@@ -70,10 +70,12 @@ class Show:
     def _run(self) -> int:
         from mupax.train.config.checks import at_least
         from mupax.train.config.data import DataConfig
+        from mupax.train.data.interface import refuse_unread_flags
         from mupax.train.data.text.denoising import denoising
         from mupax.train.data.text.noise import NOISES
 
         at_least("--", self, 1, "examples")
+        refuse_unread_flags(self, [self.name])
         noise_fields: dict[str, float] = {}
         if self.rate is not None:
             noise_fields["rate"] = self.rate

@@ -55,7 +55,8 @@ class TrainTokenizer:
         Raises:
             UsageError: --size is too small, --out is no new .json file, or SOURCES do not fit each
                 other or --chat-template.
-            ConfigError: --out is an address, such as gs://bucket/tokenizer.json.
+            ConfigError: --out is an address, such as gs://bucket/tokenizer.json, or a limit is less
+                than 1.
             DataError: The sources have no text or cannot be read, or the folder of --out cannot be
                 made.
             DiskError: The file cannot be written.
@@ -162,11 +163,11 @@ class TrainTokenizer:
         Raises:
             UsageError: There is no source, only some have weights, or --chat-template does not fit
                 the sources.
-            DataError: A source cannot be read.
+            DataError: A source cannot be read, or none reads one of the flags.
         """
         from mupax.train.config.data import DataConfig
         from mupax.train.data import mix
-        from mupax.train.data.interface import DataError
+        from mupax.train.data.interface import DataError, refuse_unread_flags
         from mupax.train.data.sources import training_texts
         from mupax.zoo.configs import DecoderConfig
 
@@ -190,6 +191,7 @@ class TrainTokenizer:
             raise command_line.UsageError(
                 "--chat-template is for a source chat:PATH, and none is given; leave it out"
             )
+        refuse_unread_flags(self, [part.source for part in parts.values()])
         config = DataConfig(
             name=mix.NAME,
             mix=tuple(words),

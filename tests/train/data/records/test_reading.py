@@ -69,6 +69,32 @@ def test_a_text_goes_into_the_cache_alone() -> None:
     assert "MUPAX_DATA" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("prepare digits --tokenizer bpe:300", "--tokenizer"),
+        ("prepare python_corpus --limits.record-mib 30", "--limits.record-mib"),
+        ("prepare images:pictures --on-broken skip", "--on-broken"),
+        ("show python_corpus --limits.ratio 3", "--limits.ratio"),
+        ("tokenizer python_corpus --size 300 --out t.json --field body", "--field"),
+    ],
+)
+def test_flag_that_the_data_do_not_read_is_refused(words: str, flag: str) -> None:
+    message = refusal(f"data {words}")
+    assert message.startswith(f"error: {flag} is ")
+    assert message.endswith("; leave it out")
+    assert "text:PATH" in message or " not read with the data python_corpus" in message
+
+
+@pytest.mark.parametrize(
+    "command", ["prepare text:t", "show text:t", "tokenizer text:t --size 300 --out t.json"]
+)
+def test_limit_below_one_is_named_as_the_flag(command: str) -> None:
+    write("t/a.txt", "some words " * 30)
+    message = refusal(f"data {command} --limits.record-mib 0")
+    assert message == "error: --limits.record-mib is 0; write a number of at least 1"
+
+
 def assert_stops(words: str, *message: str) -> None:
     """Assert that the command refuses broken data and names the flag that leaves them out."""
     printed = refusal("data prepare", words)
