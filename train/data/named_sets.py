@@ -56,7 +56,8 @@ def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
 
     Mixture and streaming are off. The set uses the tokenizer file that the run's data has opened.
     `field` gets its default where the run's `field` would not fit: for text:PATH unless the run
-    reads text:PATH or a mixture, and for chat:PATH unless the run reads chat:PATH.
+    reads text:PATH or a mixture and the set has records with it, and for chat:PATH unless the run
+    reads chat:PATH.
 
     Args:
         source: Source of the set, as data.name takes it.
@@ -70,9 +71,14 @@ def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
             set_config, tokenizer=str(tokenizer_path), chat_template=data.config.chat_template
         )
     default_field = type(run_data).field
-    if source.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
+    if source.startswith("text:") and run_data.field != default_field:
+        from mupax.train.data.sources.training_texts import has_records
+
         # `text:` may have no records, and then a field other than the default is refused.
-        set_config = dataclasses.replace(set_config, field=default_field)
+        path = source.partition(":")[2]
+        may_fit = run_data.name.startswith(("text:", "mix"))
+        if not (may_fit and has_records(path, run_data.field)):
+            set_config = dataclasses.replace(set_config, field=default_field)
     if source.startswith("chat:") and not run_data.name.startswith("chat:"):
         # The run's `field` names a text. Conversations are in another field, by default `messages`.
         set_config = dataclasses.replace(set_config, field=default_field)

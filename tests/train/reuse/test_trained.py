@@ -244,3 +244,16 @@ def test_every_command_reads_what_one_reads(path: str, monkeypatch: pytest.Monke
         with pytest.raises(ReachedError):
             pytest.fail(f"{command}: {answer(command, path)}")
     assert trained.describe(Path(path)).exact_path.name == "1"
+
+
+def test_fine_tuning_keeps_the_field_of_a_run_where_the_folder_has_it() -> None:
+    shutil.copytree("lm", "fields")
+    record = json.loads(Path("fields/config.json").read_text())
+    record["config"]["data"] |= {"name": "records:body.jsonl", "field": "body"}
+    Path("fields/config.json").write_text(json.dumps(record))
+    Path("body.jsonl").write_text(json.dumps({"body": "a quick fox"}) + "\n")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "fox"}]
+    Path("chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    for data, field in {"body.jsonl": "body", "text.txt": "text", "chat.jsonl": "text"}.items():
+        done = succeed("finetune", data, "--from fields --print-config")
+        assert json.loads(done.out)["data"]["field"] == field, data

@@ -111,12 +111,12 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
     usual_field = type(config).field
     if kind == "chat" and kinds != {"chat"}:
         return dataclasses.replace(part, field=usual_field)
-    if kind == "text" and config.field != usual_field and not _has_records(path, config.field):
+    if kind == "text" and config.field != usual_field and not has_records(path, config.field):
         return dataclasses.replace(part, field=usual_field)
     return part
 
 
-def _has_records(path: str, field: str) -> bool:
+def has_records(path: str, field: str) -> bool:
     """Return whether a file or folder has records (JSON lines, Parquet) with text in `field`."""
     try:
         files = user_files.files(path_of(path), "records", field, None, lambda line: None)

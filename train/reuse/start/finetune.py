@@ -361,8 +361,9 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
 
     Conversations are read by the source's chat template, other text by its tokenizer alone. A
     source trained on span corruption reads conversations as other text. A source's run passes on
-    its separator, special tokens, text field and noise (`_TEXT_FIELDS`). Weights without a run pass
-    on their separator alone, and only if the command line names no tokenizer.
+    its separator, special tokens, text field and noise (`_TEXT_FIELDS`), but the field only where
+    the folder has it. Weights without a run pass on their separator alone, and only if the command
+    line names no tokenizer.
 
     Args:
         has_tokenizer: whether the command line names a tokenizer.
@@ -402,6 +403,8 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
 
     # A source trained on span corruption reads conversations as documents.
     is_chat = not (source_data and source_data.noise) and in_folder(folder)
+    if source_data is not None and not _has_field_of(source_data, folder, is_chat):
+        del fields["field"]
     if is_chat and source_data is not None:
         template = origin.assets.chat_template if origin.assets is not None else None
         fields["chat_template"] = source_data.chat_template if template is None else str(template)
@@ -416,6 +419,23 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
         name=f"{data_kind}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
     )
     return _Defaults(_config(folder, origin, model, data, TEXT_STEPS, ()), "")
+
+
+def _has_field_of(source_data: DataConfig, folder: Path, is_chat: bool) -> bool:
+    """Return whether the records of a folder are read by the `field` of the source's run.
+
+    A field of text is none of messages, and plain text has no fields.
+
+    Args:
+        folder: file or folder of text, records or conversations.
+        is_chat: whether the folder is read as conversations.
+    """
+    from mupax.train.data.sources.training_texts import has_records
+
+    source_is_chat = source_data.name.startswith("chat:")
+    if is_chat or source_is_chat:
+        return is_chat and source_is_chat
+    return has_records(str(folder), source_data.field)
 
 
 def _tokenizer(origin: TrainedModel) -> str:

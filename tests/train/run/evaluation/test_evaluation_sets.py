@@ -14,6 +14,7 @@ from PIL import Image
 
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
+from mupax.train import data as sources
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report.mirrors.trackers import scalars
 from tests.fixtures.commands import Done, command
@@ -127,6 +128,26 @@ def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
         match=r"data\.evaluate pets: its classes are cat, dog, and those of the run 0, 1, 2",
     ):
         named_sets.load("pets", dataclasses.replace(recipe, data=data), digits)
+
+
+def test_field_of_the_run_s_records_is_kept_where_a_set_has_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("run", "other"):
+        rows = [json.dumps({"body": f"{name} {i} " * 9, "text": "x" * 90}) for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    recipe = RECIPES["lm-tiny"]()
+    fields: dict[str, Any] = {"name": f"text:{tmp_path}/run.jsonl", "field": "body"}
+    sets = (f"records=text:{tmp_path}/other.jsonl", "plain=text:text.txt")
+    config = dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, **fields, evaluate=sets),
+        model=dataclasses.replace(recipe.model, seq_len=16),
+    )
+    data = sources.load(config.data, config.model, seed=0)
+    for name, word in {"records": b"other", "plain": Path("text.txt").read_bytes()[-9:]}.items():
+        batch = named_sets.load(name, config, data).eval_batch(0)
+        assert word in np.asarray(batch["inputs"], np.uint8).tobytes()
 
 
 def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
