@@ -22,6 +22,7 @@ from tyro import conf
 from mupax import command_line, disk, terminal
 from mupax.command_line import Switch
 from mupax.plugins import PluginError
+from mupax.train.config.checks import check_outputs
 from mupax.train.config.sections import METRIC
 
 TEMPLATE_FLAG: Any = conf.arg(
@@ -101,9 +102,11 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         UsageError: The flags are wrong.
+        ConfigError: The file of `--json` cannot be written.
         WorkdirError: The folder holds no run.
     """
     args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
+    check_outputs(args, "json")
 
     from mupax.train.checkpoints import saved_run, workdir
     from mupax.train.config import record as config_record
@@ -118,7 +121,6 @@ def main(argv: Sequence[str]) -> int:
     _add_metrics(rows, args.workdir, metric)
     _add_reasons(rows, record, metric)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(disk.json_text(rows, indent=2) + "\n")
     if not rows:
         terminal.say(f"{args.workdir} has no checkpoint yet")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from mupax import terminal
 from mupax.disk import ADDRESS, PathError, path_of
@@ -50,6 +52,47 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
         # accept it.
         if not smallest <= float(value) < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
+
+
+def check_outputs(command: object, *names: str, pictures: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a file that a command writes at its end cannot be written.
+
+    Call this before the work, which would be lost. A missing folder of a file is made.
+
+    Args:
+        command: Dataclass of the command's flags.
+        names: Flags with the path of such a file, or `None`, such as "json".
+        pictures: Flags with the path of a picture, such as "figure_panels". Its ending has to be
+            one that matplotlib writes.
+    """
+    for name in (*names, *pictures):
+        word = getattr(command, name)
+        if word is None:
+            continue
+        path = Path(word)
+        flag = f"--{name.replace('_', '-')} {path}"
+        reason = ""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"its folder cannot be made ({error.strerror})"
+        if path.is_dir():
+            reason = "it is a folder"
+        elif not reason and not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "no permission"
+        if reason:
+            raise ConfigError(f"cannot write {flag}: {reason}; write the path of another file")
+        ending = path.suffix.removeprefix(".").lower()
+        # matplotlib adds .png to a name without an ending.
+        if name in pictures and ending and ending not in _picture_endings():
+            raise ConfigError(f"{flag} ends in .{ending}, and no picture does; write .png")
+
+
+def _picture_endings() -> Collection[str]:
+    """Return the endings of the pictures that matplotlib writes, such as "png"."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return FigureCanvasBase.get_supported_filetypes()
 
 
 def check_local(name: str, path: str | None) -> None:

@@ -14,7 +14,7 @@ from mupax.command_line import Switch
 from mupax.disk import path_of
 from mupax.terminal import gib
 from mupax.train.config import cli
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, check_outputs
 from mupax.train.config.run import Config
 
 
@@ -70,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
             the step.
     """
     args, remaining = command_line.parse_known(Compile, "mupax compile", cli.with_file_first(argv))
+    check_outputs(args, "json", "hlo")
     from mupax.train.pods import topology
 
     # The chip is not used here: a wrong topology is refused before the recipe is read.

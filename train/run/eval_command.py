@@ -15,6 +15,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
+from mupax.train.config.checks import check_outputs
 from mupax.train.config.metrics import METRICS, shown_everywhere
 from mupax.train.config.run import Config
 
@@ -71,10 +72,12 @@ def main(argv: Sequence[str]) -> int:
         UsageError: A flag is not one that an evaluation reads, or weights have no --data.name.
         WorkdirError: There is no such run, step or average, or the checkpoint is damaged.
         WeightsError: Weights do not say on what noise they were trained.
-        ConfigError, DataError, MeshError: Settings or data do not fit the model.
+        ConfigError, DataError, MeshError: Settings or data do not fit the model, or the file of
+            `--json` cannot be written.
         MemoryLimitError: An evaluation batch needs more memory than there is.
     """
     args, run_flags = command_line.parse_known(Evaluate, "mupax eval", argv)
+    check_outputs(args, "json")
     if args.tasks:
         return _run_tasks(args, run_flags)
     from mupax.train.reuse import trained
@@ -102,21 +105,21 @@ def main(argv: Sequence[str]) -> int:
     names_data = bool(cli.value_of("--data.name", run_flags))
     only_run_sets = names_data and cli.value_of("--data.evaluate", run_flags) is None
     numbers = measured(saved, console, skip_sets=only_run_sets)
-    _write_json(args, numbers)
+    # Shown first, so that a disk that became full does not lose the numbers.
     show(console, numbers)
+    _write_json(args, numbers)
     return 0
 
 
 def _write_json(args: Evaluate, numbers: dict[str, Any]) -> None:
     """Write the numbers of an evaluation to the file of `--json`, if the flag is given.
 
-    Missing folders are made, and an existing file is replaced.
+    An existing file is replaced.
     """
     if args.json is None:
         return
     from mupax.train.run.report import metrics
 
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(metrics.to_json(numbers) + "\n")
 
 
@@ -146,8 +149,8 @@ def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
         average=args.average,
         tokenizer=cli.value_of("--data.tokenizer", run_flags),
     )
-    _write_json(args, numbers)
     print(terminal.table(tasks.rows(numbers), left=("task", "metric")))
+    _write_json(args, numbers)
     return 0
 
 

@@ -25,7 +25,7 @@ from tyro import conf
 
 from mupax import command_line, disk, terminal
 from mupax.train.checkpoints.command import CheckpointFlags
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, check_outputs
 
 if TYPE_CHECKING:
     from mupax.train.reuse.trained import TrainedModel
@@ -112,9 +112,11 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: A flag is not one that this command reads.
         WorkdirError: There is no such run or step, or the checkpoint is damaged.
-        ConfigError, DataError, MeshError: Settings or data do not fit the model.
+        ConfigError, DataError, MeshError: Settings or data do not fit the model, or the file of
+            `--json` cannot be written.
     """
     args, run_flags = command_line.parse_known(Noise, "mupax noise", argv)
+    check_outputs(args, "json")
     from mupax.train.reuse import trained
 
     trained.check_read("noise", "--step, --ema, --batches, --json", run_flags)
@@ -128,6 +130,8 @@ def main(argv: Sequence[str]) -> int:
     for group, names in groups.items():
         group_products: Any = sum(products[name] for name in names)
         group_scales[group] = noise_scale(group_products, batch)
+    # Shown first, so that a disk that became full does not lose the numbers.
+    _show(total, group_scales, saved, args.batches)
     if args.json is not None:
         content = {
             "step": saved.step,
@@ -136,9 +140,7 @@ def main(argv: Sequence[str]) -> int:
             "noise_scale": total._asdict(),
             "groups": {group: scale._asdict() for group, scale in group_scales.items()},
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(disk.json_text(content, indent=1) + "\n")
-    _show(total, group_scales, saved, args.batches)
     return 0
 
 

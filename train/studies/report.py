@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mupax import disk, terminal
-from mupax.command_line import UsageError
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -174,39 +173,6 @@ def write_json(path: Path | str, content: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, disk.json_text(content, indent=1) + "\n")
     return path
-
-
-def prepare_files(command: Any, documents: Sequence[str], pictures: Sequence[str] = ()) -> None:
-    """Make the folders of the files that flags name, before a study takes its time.
-
-    Args:
-        command: Command whose fields hold the paths, or `None` for a file that is not wanted.
-        documents: Names of the fields of documents, such as "json".
-        pictures: Names of the fields of pictures, whose names have to end as matplotlib can write.
-
-    Raises:
-        UsageError: A path is a folder, its folder cannot be made, or a picture has another ending.
-    """
-    for name in (*documents, *pictures):
-        path = getattr(command, name)
-        if path is None:
-            continue
-        flag = f"--{name.replace('_', '-')} {path}"
-        if Path(path).is_dir():
-            raise UsageError(f"{flag} is a folder; write the path of a file")
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"{flag}: its folder cannot be made ({error.strerror}); write another path"
-            ) from None
-        if name in pictures:
-            from matplotlib.backend_bases import FigureCanvasBase
-
-            ending = Path(path).suffix.removeprefix(".").lower()
-            # matplotlib adds .png to a name without an ending.
-            if ending and ending not in FigureCanvasBase.get_supported_filetypes():
-                raise UsageError(f"{flag} ends in .{ending}, and no picture does; write .png")
 
 
 def finite(value: float, digits: int | None = None) -> float | None:

@@ -18,10 +18,10 @@ from mupax.presets import CONSTANT_FLAGS, Preset, horizon
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
+from mupax.train.config.checks import check_outputs
 from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
-from mupax.train.studies.report import prepare_files
 from mupax.zoo import configs
 
 if TYPE_CHECKING:
@@ -147,8 +147,7 @@ def main(argv: Sequence[str]) -> int:
     of `mupax.train.studies.desiderata` in place of the check.
 
     Raises:
-        ConfigError: Too few sizes or seeds, or as for `configured`.
-        UsageError: A file that a flag names cannot be written.
+        ConfigError: Too few sizes or seeds, a file that cannot be written, or as for `configured`.
     """
     args, rest = command_line.parse_known(
         Check, "mupax check", with_group_constants(cli.with_file_first(argv))
@@ -165,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
         )
 
     if not args.dry_run:
-        prepare_files(args, ("json",), ("figure", "figure_panels"))
+        check_outputs(args, "json", pictures=("figure", "figure_panels"))
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 

@@ -24,10 +24,9 @@ from mupax.presets.infinite.layers import cross_entropy
 from mupax.presets.infinite.stack import Stack
 from mupax.train import data
 from mupax.train.config import cli
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, check_outputs
 from mupax.train.config.preset import preset_of, with_group_constants
 from mupax.train.config.run import Config
-from mupax.train.studies.report import prepare_files
 from mupax.zoo.configs import ConfigError, ViTConfig
 
 if TYPE_CHECKING:
@@ -537,8 +536,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if args.dry_run:
         return 0
+    check_outputs(args, "json", pictures=("figure",))
 
-    prepare_files(args, ("json",), ("figure",))
     images, targets = examples(config, args.images)
     infinite = limit(
         config,

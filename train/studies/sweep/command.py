@@ -18,7 +18,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli, sizes
-from mupax.train.config.checks import at_least, note_warmup
+from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.grids import Planned, power
 from mupax.zoo.configs import ConfigError
@@ -231,7 +231,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import LiveTable
 
-    report.prepare_files(args, ("json",))
+    check_outputs(args, "json")
     folder = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}")
     evaluated = not args.no_eval
     with sweep.engine(folder, args.how, evaluated=evaluated) as engine:

@@ -16,7 +16,7 @@ from tyro import conf
 from mupax import command_line, extras, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli
-from mupax.train.config.checks import at_least, note_warmup
+from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
 
@@ -195,12 +195,12 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     Args:
         command: Command line of this search, for the record.
     """
-    from mupax.train.studies.report import prepare_files, write_json
+    from mupax.train.studies.report import write_json
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
     from mupax.train.studies.tune.search import Search, measure
 
-    prepare_files(args, ("json",))
+    check_outputs(args, "json")
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
     table = report.SearchTable(terminal.console(), search, evaluated=not args.no_eval)

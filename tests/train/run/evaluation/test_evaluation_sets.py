@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mupax.train import data as sources
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
-from mupax.train import data as sources
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report.mirrors.trackers import scalars
 from tests.fixtures.commands import Done, command

@@ -159,12 +159,15 @@ def test_the_commands_after_a_check_of_a_bad_table_are_about_this_table_and_run_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("check lm-proxy --json .", "--json . is a folder; write the path of a file"),
-        ("check lm-proxy --desiderata --json .", "--json . is a folder"),
+        ("check lm-proxy --json .", "cannot write --json .: it is a folder; write the path of"),
+        ("check lm-proxy --desiderata --json .", "cannot write --json .: it is a folder"),
         ("check lm-proxy --figure a.xyz", "--figure a.xyz ends in .xyz, and no picture does"),
-        ("check lm-proxy --figure-panels file/a.png", "its folder cannot be made"),
-        ("sweep lm-tiny --lr 2^-7 --json .", "--json . is a folder"),
-        ("tune lm-tiny --over lr --json .", "--json . is a folder"),
+        (
+            "check lm-proxy --figure-panels file/a.png",
+            "--figure-panels file/a.png: its folder cannot be made",
+        ),
+        ("sweep lm-tiny --lr 2^-7 --json .", "cannot write --json .: it is a folder"),
+        ("tune lm-tiny --over lr --json .", "cannot write --json .: it is a folder"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(

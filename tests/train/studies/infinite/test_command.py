@@ -52,7 +52,7 @@ def test_the_limit_with_finite_models_beside_it(
         (["--draws", "1"], "--draws is 1; write a number of at least 2"),
         (["--finite", "0"], "--finite has 0; write numbers of heads of at least 1"),
         (["--seeds", "3"], "--seeds has no effect without --finite; add --finite H"),
-        (["--json", "."], "--json . is a folder; write the path of a file"),
+        (["--json", "."], "cannot write --json .: it is a folder; write the path of"),
         (["--figure", "a.json"], "--figure a.json ends in .json, and no picture does; write .png"),
         (["--head", "9"], "no flag is named --head; did you mean --heads"),
     ],
