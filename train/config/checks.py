@@ -60,7 +60,7 @@ def check_outputs(command: object, *names: str, pictures: Sequence[str] = ()) ->
     Call this before the work, which would be lost. A missing folder of a file is made.
 
     Args:
-        command: Dataclass of the command's flags.
+        command: Flags of a command as a dataclass, whose field names are the flags' names.
         names: Flags with the path of such a file, or `None`, such as "json".
         pictures: Flags with the path of a picture, such as "figure_panels". Its ending has to be
             one that matplotlib writes.

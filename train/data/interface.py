@@ -173,7 +173,7 @@ def refuse_unread_flags(command: Any, sources: Iterable[str]) -> None:
     have a flag that `mupax train` refuses.
 
     Args:
-        command: Dataclass of the command's flags. A flag with its default value is no error.
+        command: Flags as a dataclass. A flag with its default value is no error.
         sources: Data that the command reads, as `data.name` takes them.
 
     Raises:
@@ -191,7 +191,7 @@ def changed_flags(command: Any, names: Collection[str]) -> list[str]:
     """Return the flags of a command among `names` whose values are not their defaults.
 
     Args:
-        command: Dataclass of the command's flags.
+        command: Flags of a command as a dataclass, whose field names are the flags' names.
         names: Names of fields. A name that the command lacks is skipped.
     """
     changed = []

@@ -111,7 +111,7 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
         raise UsageError(f"{args.name} is {build!r:.60}, and no function of the sizes; name one")
     from mupax.train.studies.roles import models
 
-    return {}, models.roles_of(cast(models.Build, build), sizes), {}
+    return {}, models.roles_of(cast("models.Build", build), sizes), {}
 
 
 def _parsed_sizes(text: str) -> dict[str, int]:
