@@ -488,7 +488,7 @@ def grouped(
 
     Raises:
         ConfigError, PresetError, MeshError: A config has parts that do not fit together, or has
-            `stop.patience` or `data.evaluate`, which are for single runs.
+            `stop.patience`, `data.evaluate` or `init.init_from`, which are for single runs.
         MemoryLimitError: The state of a point does not fit into a device's memory.
     """
     groups: dict[object, list[Point]] = {}
@@ -498,6 +498,12 @@ def grouped(
             raise ConfigError(
                 f"{flag} is for single runs: so that losses compare, the points of a sweep train "
                 "all their steps and are evaluated on their own data; leave it out"
+            )
+        if config.init.init_from is not None:
+            # Points would silently start from fresh parameters, and be named as if they had not.
+            raise ConfigError(
+                "init.init_from is for single runs: the points of a study start from fresh "
+                "parameters; leave out --init-from"
             )
         shape = repr(shape_of(config))
         if shape not in programs:

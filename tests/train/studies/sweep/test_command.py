@@ -109,6 +109,24 @@ def test_what_is_no_sweep_is_refused(
     assert len(err.splitlines()) <= 10
 
 
+@pytest.mark.parametrize(
+    "words", [("sweep",), ("tune", "--over", "lr"), ("transfer", "--grow", "depth=1,2")]
+)
+def test_points_that_would_start_from_a_checkpoint_are_refused(
+    words: tuple[str, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Points have fresh parameters, so the flag would be ignored.
+    monkeypatch.setattr(sweep.ExecutionTrial, "trainer", lambda *_: pytest.fail("trained"))
+    command, *flags = words
+    run = [command, *COMMAND.split(), "--data.name", text, "--init-from", "runs/x", *flags]
+    assert main([*run, "--out", str(tmp_path / "out")]) == 2
+    assert "init.init_from is for single runs" in capsys.readouterr().err
+
+
 @pytest.mark.core
 def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
     rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
