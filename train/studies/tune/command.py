@@ -120,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: A flag is unknown or has a wrong value. Nothing is trained.
         ConfigError: A constant, a range or the run is wrong. Nothing is trained.
         PresetError: The preset does not take a constant. Nothing is trained.
+        NoMinimum: The search is done, but `--save-tuned` has no point to save.
         SystemExit: A signal stopped the training. The code is 128 plus its number.
     """
     from mupax.train.studies.sweep import sweep
@@ -194,6 +195,9 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
 
     Args:
         command: Command line of this search, for the record.
+
+    Raises:
+        NoMinimum: `--save-tuned` has no point to save. All other files are written.
     """
     from mupax.train.studies.report import write_json
     from mupax.train.studies.sweep import sweep

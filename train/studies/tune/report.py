@@ -36,6 +36,8 @@ ACROSS = 4
 """Number of panels side by side."""
 MAX_CONFIRM = 100
 """Greatest number of fresh seeds that a report proposes for `--confirm`."""
+LEAST_SAVED = 3
+"""Least number of points of a search whose best point is saved as a tuned preset."""
 END_STEPS = 2
 """Grid steps from an end of a range within which a best value counts as at the end."""
 
@@ -205,7 +207,7 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
         metric: Name of the loss, such as "evaluation loss".
     """
     steps = []
-    if not _start_is_best(content):
+    if not _start_is_best(content) and not _start_is_better(content):
         steps.append(Step("Next: train the best point", content["winner"]))
 
     rows = [["constant", "from", "to", "start", "best", "importance"]]
@@ -237,6 +239,11 @@ def answer(content: dict[str, Any], metric: str) -> str:
         content: Record of the search, from `summary`.
         metric: Name of the loss, such as "evaluation loss".
     """
+    if _all_diverged(content):
+        return (
+            f"No best point: all {len(content['points'])} points diverged, the start too; "
+            "search smaller rates."
+        )
     if _start_is_best(content):
         return (
             f"Keep the start: nothing better than the start was found "
@@ -282,6 +289,30 @@ def _start_is_best(content: dict[str, Any]) -> bool:
         content: Record of the search, from `summary`.
     """
     return all(constant["winner"] == constant["start"] for constant in content["constants"])
+
+
+def _all_diverged(content: dict[str, Any]) -> bool:
+    """Return True if no point of a search has a finite loss.
+
+    Args:
+        content: Record of the search, from `summary`.
+    """
+    return all(point["mean"] is None for point in content["points"])
+
+
+def _start_is_better(content: dict[str, Any]) -> bool:
+    """Return True if the best point is worse than the start on the fresh seeds.
+
+    Its interval lies above zero, or more of its seeds diverged.
+
+    Args:
+        content: Record of the search, from `summary`.
+    """
+    difference = content["winner_less_start"]
+    if difference is not None:
+        return difference["low"] > 0
+    fresh = content["fresh_seeds"]
+    return fresh["winner"].count(None) > fresh["start"].count(None)
 
 
 def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
@@ -399,8 +430,20 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
         command: Command line of the search, which the file records.
 
     Raises:
+        NoMinimum: There is no best point, the start is better than it on the fresh seeds, or fewer
+            points are trained than a tuned preset lists.
         PresetError, ConfigError: The name is refused by `tuned.check_name`.
     """
+    count = len(search.points)
+    trouble = ""
+    if _all_diverged(content):
+        trouble = "every point diverged"
+    elif _start_is_better(content):
+        trouble = "the best point is worse than the start on fresh seeds"
+    elif count < LEAST_SAVED:
+        trouble = f"it has {count} points, and needs {LEAST_SAVED}; write more --minutes"
+    if trouble:
+        raise tuned.NoMinimum(f"the search has no point to save: {trouble}")
     standing = search.race()
     config = search.config_of((search.winner, 0))
     rates = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,13 @@ from mupax.__main__ import main
 from mupax.presets.tuned import find
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import sweep
+from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.tune import over
 from mupax.train.studies.tune.report import SearchTable
-from mupax.train.studies.tune.search import Limits, Search
+from mupax.train.studies.tune.search import FRESH, Limits, Search
 from tests.train.studies.sweep.small_sweeps import COMMAND, text
 
 __all__ = ["text"]  # fixtures
@@ -204,3 +208,78 @@ def test_the_winner_is_below_the_start_where_there_is_room(
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert record["winner_less_start"]["value"] < -0.05
     assert np.log2(record["constants"][0]["winner"]) > -11
+
+
+@pytest.mark.parametrize(
+    ("ends", "minutes", "answer", "trouble", "has_next_step"),
+    [
+        (
+            ("worse", "better"),
+            "9",
+            "Keep the start: the best point is worse",
+            "the best point is worse than the start",
+            False,
+        ),
+        (
+            ("diverged", "better"),
+            "9",
+            "Not decided by a difference: on 2 fresh seeds the best point diverged 2 times",
+            "the best point is worse than the start",
+            False,
+        ),
+        (
+            ("diverged", "diverged"),
+            "9",
+            "No best point: all 6 points diverged, the start too",
+            "every point diverged",
+            False,
+        ),
+        (
+            ("better", "worse"),
+            "0.0001",
+            "Take the best point",
+            "it has 2 points, and needs 3; write more --minutes",
+            True,
+        ),
+    ],
+)
+def test_a_search_proposes_and_saves_no_point_that_it_advises_against(
+    ends: tuple[str, str],
+    minutes: str,
+    answer: str,
+    trouble: str,
+    has_next_step: bool,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`ends` are those of all points but the start, and of the start, on fresh seeds."""
+    losses = {"better": 2.0, "worse": 3.0, "diverged": math.inf}
+    start = RECIPES["lm-tiny"]().optimizer.peak_lr
+
+    def row(config: Config) -> Row:
+        is_start = config.optimizer.peak_lr == start
+        # Seeds of the search prefer any other point, unless all diverge.
+        loss = 2.5 if is_start else 2.1 + config.optimizer.peak_lr
+        if config.seed >= FRESH or ends == ("diverged", "diverged"):
+            loss = losses[ends[is_start]] + 0.001 * config.seed * is_start
+        diverged_at = None if math.isfinite(loss) else 2
+        eval_loss = loss if diverged_at is None else None
+        return Row(repr(config), "", loss, eval_loss, diverged_at, (), 4, 1.0, "in turn")
+
+    def run(self: sweep.Sweep, configs: Sequence[Config], *_: object) -> list[Row]:
+        return [row(config) for config in configs]
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    preset = tmp_path / "mup.mine.json"
+    words = ["tune", *COMMAND.split(), "--data.name", text, "--over", "lr", "--minutes", minutes]
+    words += ["--points", "6", "--batch", "2", "--seeds", "1", "--confirm", "2"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--save-tuned", str(preset)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(answer)
+    assert ("Next: train the best point" in out) == has_next_step
+    assert f"the search has no point to save: {trouble}" in " ".join(err.split())
+    assert not preset.exists()
+    assert (tmp_path / "out" / "tune.json").exists()
