@@ -139,6 +139,8 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
 
     grid: list[Planned] = []
     varied_flags = [_flag_values(text) for text in args.vary]
+    if args.lr:
+        _refuse_second_rate(rest, args.vary)
     for choice in itertools.product(*varied_flags):
         words = list(rest)
         labels = []
@@ -169,6 +171,22 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         if len(grid) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
     return grid
+
+
+def _refuse_second_rate(words: Sequence[str], varied: Sequence[str]) -> None:
+    """Raise ConfigError if a flag or a `--vary` sets the peak rate that `--lr` sets for each point.
+
+    Args:
+        words: Flags of the recipe.
+        varied: Values of `--vary`.
+    """
+    for text in (*words, *varied):
+        name = text.lstrip("-").partition("=")[0].strip().replace("_", "-")
+        if name == "optimizer.peak-lr":
+            raise ConfigError(
+                "--lr and optimizer.peak-lr both say the learning rate of a point; "
+                "write one of them"
+            )
 
 
 def _flag_values(text: str) -> list[tuple[str, str]]:

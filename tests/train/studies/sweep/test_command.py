@@ -85,6 +85,11 @@ def test_the_command_ends_in_a_table_and_a_file(
             "lm-tiny --vary preset.gama0=1",
             "no flag is named --preset.gama0; did you mean --preset.gamma0",
         ),
+        (
+            "lm-tiny --dry-run --lr 0.1,0.2 --vary optimizer.peak-lr=0.3,0.4",
+            "both say the learning rate",
+        ),
+        ("lm-tiny --dry-run --lr 0.1 --optimizer.peak_lr=0.3", "both say the learning rate"),
         ("lm-tiny --no-such 3", "no flag is named --no-such"),
         ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),
         ("lm-tiny --workdir x", "a sweep has --out"),
