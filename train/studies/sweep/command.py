@@ -292,13 +292,16 @@ def _rows_by_loss(rows: Sequence[Row], judge: str) -> list[Row]:
 def _next_step(grid: Sequence[Planned], rows: Sequence[Row], table: LiveTable) -> Step:
     """Return the report's next step: the command that trains the point of the lowest loss alone.
 
-    The loss is the one that `table` shows. If the point has no command, its label is shown.
+    The loss is the one that `table` shows. If the point has no command, its label is shown. If
+    every point diverged, the step is to sweep smaller rates.
     """
     from mupax.train.studies.report import Step
 
     # `table.value` is the loss that the table shows, so this step names the table's best point.
     losses = [table.value(row) for row in rows]
     lowest = min(losses)
+    if not math.isfinite(lowest):
+        return Step("Next: sweep smaller learning rates, because every point diverged")
     best = losses.index(lowest)
     sentence = f"Next: train the point of the lowest {table.metric}, {lowest:.4f}, alone"
     return Step(sentence, rows[best].command or grid[best].label)

@@ -301,6 +301,16 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     assert not path.exists()
 
 
+def test_a_sweep_that_diverged_proposes_none_of_its_points(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = swept("2^-8:2^-4:5", [np.inf] * 5, text, tmp_path, monkeypatch)
+    assert code == 0
+    answer, then, *_ = capsys.readouterr().out.splitlines()
+    assert answer == "No best learning rate by training loss: every rate diverged."
+    assert then == "Next: sweep smaller learning rates, because every point diverged"
+
+
 @pytest.mark.parametrize(("warmup", "share"), [("3", "75%"), ("0", None)])
 def test_a_long_warm_up_is_saved_with_a_caution(
     warmup: str,
