@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from mupax import MupaxError
 from mupax.command_line import Switch
 from scripts import ROOT, harness
 from scripts.figures import page
@@ -47,7 +48,10 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command and return its exit status.
+
+    Bad input, such as a damaged row of an earlier run, ends the process with code 2.
+    """
     figure_names = page.names()
     args = harness.parse(Options, argv)
     harness.check_names(args.names, figure_names, "figure")
@@ -58,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             suffix = "" if is_measured else " (not measured yet)"
             print(f"{name:16} {page.load(name).title}{suffix}")
         else:
-            _run(name, args)
+            try:
+                _run(name, args)
+            except MupaxError as error:
+                # Such as runs in WORK that are damaged, or that another process trains.
+                harness.refuse(str(error))
     if not args.list:
         document = args.out.parent / "reproduction.md"
         document.write_text(page.text(args.out))

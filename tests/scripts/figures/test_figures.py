@@ -168,3 +168,17 @@ def test_the_linear_net_without_matrices_is_the_one_with_them():
     assert (abs(dense.mean(axis=0) - free.mean(axis=0)) < 4 * error).all()
     control = means(linear_net.one_step, 400, response=False).mean(axis=0)
     assert dense.mean(axis=0)[-1] - control[-1] > 8 * error[-1]
+
+
+def test_a_damaged_run_of_a_figure_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = tmp_path / "runs" / "figures" / "fig_effective_vision" / "points.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("{}\n")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["fig_effective_vision", "--out", str(tmp_path / "figures")])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {rows} line 1 is not as it was written")
