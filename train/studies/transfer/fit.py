@@ -235,8 +235,9 @@ def fit(curve: Curve, seeds: int) -> Fit:
 def _fitted(curve: Curve, seeds: int) -> Fit:
     """Fit a parabola to the rates of a curve's window at which all `seeds` seeds trained.
 
-    The result has `trouble` and no optimum if every rate diverged, the best rate is at the end of
-    the grid, fewer than three rates are left, or the parabola has no minimum between the rates.
+    The result has `trouble` and no optimum if every rate diverged, all losses are equal, the best
+    rate is at the end of the grid, fewer than three rates are left, or the parabola has no minimum
+    between the rates.
     """
     window = curve.window()
     # A rate at which a later seed diverged leaves the fit but stays in the window.
@@ -248,6 +249,10 @@ def _fitted(curve: Curve, seeds: int) -> Fit:
 
     if not window.any():
         return without_optimum("every rate diverged")
+    finite = curve.mean[np.isfinite(curve.mean)]
+    # The first of equal losses counts as the best one, and is at the end of every grid.
+    if len(finite) > 1 and finite.min() == finite.max():
+        return without_optimum("every rate that trained has the same loss")
     missing = curve.missing(curve.gap)
     if missing:
         return without_optimum("its best rate is at the end of the grid", missing)

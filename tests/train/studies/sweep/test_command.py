@@ -264,6 +264,12 @@ def test_without_evaluation_the_table_has_training_losses_though_an_earlier_swee
         ("2^-8:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-3 too"),
         ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
         ("2^-6:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.75], "at the end of the grid; train at 2^-3.5 too"),
+        ("2^-8:2^-4:5", [2.5] * 5, "every rate that trained has the same loss"),
+        (
+            "2^-8:2^-4:5",
+            [2.5, 2.5, 2.5, np.inf, np.inf],
+            "every rate that trained has the same loss",
+        ),
         ("0.001,0.01,0.1", [3.0, 2.9, 2.8], "at the end of the grid; train at 2^0 too"),
         (
             "2^-8:2^-4:5",
