@@ -215,11 +215,14 @@ class Frugal(Measured):
     grid: tuple[Collection[int], ...] = ()
 
     def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
-        missing, _ = self.state()
+        missing, optima = self.state()
         if missing and self.seconds < 60 * minutes:
             return missing
         if missing:
             return self._stop(f"the {minutes:g} minutes ended")
+        unknown = sum(not math.isfinite(optimum.value) for optimum in optima)
+        if unknown:
+            return self._stop(f"{unknown} of {len(optima)} sizes have no best rate")
         return self._stop("every size has its best rate")
 
     def state(self) -> tuple[list[Point], list[Optimum]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from mupax.__main__ import main
 from mupax.command_line import parse_known
 from mupax.presets import PresetError
+from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.zoo.configs import ConfigError
@@ -141,6 +142,21 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
     assert "num_heads 4 is not a multiple of model.num_kv_heads 3" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_a_frugal_search_without_rates_does_not_say_that_every_size_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def falling(configs: Sequence[Config]) -> list[Row]:
+        return [
+            Row("", "", 2 - config.optimizer.peak_lr, None, None, (), 4, 1.0, "in turn")
+            for config in configs
+        ]
+
+    assert command(tmp_path, "--search", "frugal", run=falling) == 1
+    out = capsys.readouterr().out
+    assert "growing head_dim: 3 of 3 sizes have no best rate" in out
+    assert "every size has its best rate" not in out
 
 
 @pytest.mark.core
