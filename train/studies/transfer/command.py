@@ -199,7 +199,9 @@ def _report(
     for study in measured:
         analysis = study.analysis()
         if analysis is None:
-            terminal.say(f"{study.study.label} in {study.study.axis}: {study.stopped}")
+            name = f"{study.study.label} in {study.study.axis}"
+            advice = "the same command with more --minutes goes on"
+            terminal.say(f"{name}: {study.stopped}; {advice}")
         else:
             judged.append((study, analysis))
     if not judged:

@@ -159,6 +159,13 @@ def test_a_frugal_search_without_rates_does_not_say_that_every_size_has_one(
     assert "every size has its best rate" not in out
 
 
+def test_what_the_minutes_do_not_hold_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert command(tmp_path, "--minutes", "0.0001", run=Trained()) == 1
+    assert "; the same command with more --minutes goes on" in capsys.readouterr().out
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("words", "error", "message"),
