@@ -386,7 +386,8 @@ class Measured:
         if analysis.settled and not noisy:
             return self._stop("the verdict is decided")
         if analysis.seeds >= max_seeds:
-            return self._stop(f"all {max_seeds} seeds are used")
+            # An earlier command may have trained more than `max_seeds`.
+            return self._stop(f"all {analysis.seeds} seeds are used")
         points = self.seed_points(analysis)
         # Checked before a seed begins, because half a seed helps no interval.
         if self.seconds + self.seconds_of(points) > 60 * minutes:

@@ -13,6 +13,7 @@ from mupax.__main__ import main
 from mupax.command_line import parse_known
 from mupax.presets import PresetError
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import sweep
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.zoo.configs import ConfigError
@@ -164,6 +165,21 @@ def test_what_the_minutes_do_not_hold_says_how_to_go_on(
 ):
     assert command(tmp_path, "--minutes", "0.0001", run=Trained()) == 1
     assert "; the same command with more --minutes goes on" in capsys.readouterr().out
+
+
+def test_seeds_of_an_earlier_command_are_counted_where_the_study_says_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    trained = Trained(0.6)
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: trained(configs))
+    monkeypatch.setattr(
+        sweep.Sweep, "has_rows", lambda self, configs: all(config.seed < 4 for config in configs)
+    )
+    words = ["transfer", "lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(tmp_path)]
+    assert main([*words, "--max-seeds", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "from 4 seeds at every size" in out
+    assert "ended because all 4 seeds are used" in out
 
 
 @pytest.mark.core
