@@ -20,7 +20,7 @@ from mupax.__main__ import main
 from mupax.presets.tuned import find
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep import command as sweep_command
-from mupax.train.studies.sweep import grids, sweep
+from mupax.train.studies.sweep import grids, sweep, trainer
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
@@ -112,6 +112,24 @@ def test_what_is_no_sweep_is_refused(
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_points_that_train_together_accumulate_gradients_as_often_as_is_written(
+    steps: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Losses are equal up to rounding, so only the step that is compiled shows the number.
+    made: list[int] = []
+
+    def make(definition: Any, tx: Any, accumulation_steps: int = 0, *_: Any, **__: Any) -> None:
+        made.append(accumulation_steps)
+        raise configs.ConfigError("nothing is compiled")
+
+    monkeypatch.setattr(trainer, "make_train_step", make)
+    more = ["--how", "together", "--data.batch-size", "16"]
+    words = words_of(text, tmp_path, "2^-9:2^-7:2", *more)
+    assert main([*words, "--accumulation-steps", str(steps)]) == 2
+    assert made == [steps]
 
 
 @pytest.mark.parametrize(
