@@ -303,7 +303,7 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
     skipped.
 
     Raises:
-        PointsError: transfer.json is not of a transfer study.
+        PointsError: transfer.json is not of a transfer study, or its command now plans another.
     """
     from mupax.train.studies.transfer.planned import replanned
 
@@ -318,7 +318,15 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
     for study in replanned(record["command"]):
         studies[(study.label, study.axis)] = study
     for study in record["studies"]:
-        planned = studies[study["preset"], study["axis"]]
+        name = f"{study['preset']} in {study['axis']}"
+        planned = studies.get((study["preset"], study["axis"]))
+        # A config file that the command names may have changed since.
+        if planned is None or list(planned.sizes) != [size["size"] for size in study["sizes"]]:
+            raise PointsError(
+                f"{path} has the study {name}, which its command no longer plans; write the "
+                "config file of the command as it was, or remove transfer.json, and the rows are "
+                "read as those of a sweep"
+            )
         for size, config in zip(study["sizes"], planned.configs, strict=True):
             for point in size["points"]:
                 if point["key"] not in rows:

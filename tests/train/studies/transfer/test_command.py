@@ -220,3 +220,21 @@ def test_the_command_is_there(capsys: pytest.CaptureFixture[str]):
     assert "say what grows: write --grow" in capsys.readouterr().err
     assert main(["transfer", "lm-tny", "--grow", "depth=2,4"]) == 2
     assert "no recipe is named 'lm-tny'" in capsys.readouterr().err
+
+
+def test_a_plan_from_a_study_whose_config_file_changed_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    trained = Trained()
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: trained(configs))
+    monkeypatch.setattr(sweep.Sweep, "has_rows", lambda self, configs: False)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("recipe: lm-tiny\npreset: {name: mup}\n")
+    out = tmp_path / "out"
+    assert main(["transfer", str(recipe), "--grow", "head_dim=16,32", "--out", str(out)]) == 0
+    (out / "points.jsonl").touch()
+    recipe.write_text("recipe: lm-tiny\npreset: {name: sp}\n")
+    capsys.readouterr()
+    assert main(["plan", "lm-tiny", "--from", str(out)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "has the study mup in head_dim, which its command no longer plans" in error
