@@ -177,8 +177,7 @@ def _refuse_second_rate(words: Sequence[str], varied: Sequence[str]) -> None:
     """Raise ConfigError if a flag or a `--vary` sets the peak rate that `--lr` sets for each point.
 
     Args:
-        words: Flags of the recipe.
-        varied: Values of `--vary`.
+        words: Words of the command line that are no flags of a sweep.
     """
     for text in (*words, *varied):
         name = text.lstrip("-").partition("=")[0].strip().replace("_", "-")

@@ -119,17 +119,17 @@ def test_points_that_train_together_accumulate_gradients_as_often_as_is_written(
     steps: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Losses are equal up to rounding, so only the step that is compiled shows the number.
-    made: list[int] = []
+    step_counts: list[int] = []
 
     def make(definition: Any, tx: Any, accumulation_steps: int = 0, *_: Any, **__: Any) -> None:
-        made.append(accumulation_steps)
+        step_counts.append(accumulation_steps)
         raise configs.ConfigError("nothing is compiled")
 
     monkeypatch.setattr(trainer, "make_train_step", make)
     more = ["--how", "together", "--data.batch-size", "16"]
     words = words_of(text, tmp_path, "2^-9:2^-7:2", *more)
     assert main([*words, "--accumulation-steps", str(steps)]) == 2
-    assert made == [steps]
+    assert step_counts == [steps]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,12 @@ def searched(curves: Curves) -> Frugal:
     while points := search.next_points(8, math.inf):
         assert not set(points) & set(search.rows)
         search.rows |= {point: curves(point) for point in points}
-    assert search.stopped == "every size has its best rate"
+    _, optima = search.state()
+    unknown = sum(math.isnan(optimum.value) for optimum in optima)
+    reason = "every size has its best rate"
+    if unknown:
+        reason = f"{unknown} of {len(optima)} sizes have no best rate"
+    assert search.stopped == reason
     return search
 
 
