@@ -16,7 +16,7 @@ import numpy as np
 from mupax import MupaxError, disk
 from mupax.train.config import cli
 from mupax.train.config.preset import rules_of, same_preset
-from mupax.train.config.record import differences, to_json, words_of
+from mupax.train.config.record import differences, from_json, text_of, to_json, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.grids import at_rate, without_flags
 from mupax.train.studies.sweep.grids import point as grid_point
@@ -63,6 +63,11 @@ ELSEWHERE = (
     "preset.noise_scale",
 )
 """Beginnings of the names of config fields that do not change what a run learns."""
+_AS_IT_WAS = (
+    "write the config file of the command as it was, or remove transfer.json, and the rows are "
+    "read as those of a sweep"
+)
+"""What to do about a study whose command means other runs than when it was trained."""
 PRESET = "preset."
 """Beginning of the names of the preset's config fields."""
 
@@ -317,15 +322,14 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
     studies = {}
     for study in replanned(record["command"]):
         studies[(study.label, study.axis)] = study
+    _check_trained(path, record, next(iter(studies.values())).configs[0])
     for study in record["studies"]:
         name = f"{study['preset']} in {study['axis']}"
         planned = studies.get((study["preset"], study["axis"]))
         # A config file that the command names may have changed since.
         if planned is None or list(planned.sizes) != [size["size"] for size in study["sizes"]]:
             raise PointsError(
-                f"{path} has the study {name}, which its command no longer plans; write the "
-                "config file of the command as it was, or remove transfer.json, and the rows are "
-                "read as those of a sweep"
+                f"{path} has the study {name}, which its command no longer plans; {_AS_IT_WAS}"
             )
         for size, config in zip(study["sizes"], planned.configs, strict=True):
             for point in size["points"]:
@@ -334,6 +338,34 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
                 run = at_rate(config, 2.0 ** point["log2_lr"])
                 run = dataclasses.replace(run, seed=point["seed"])
                 yield _LabelledRow(study["preset"], run, rows[point["key"]])
+
+
+def _check_trained(path: Path, record: Mapping[str, Any], planned: Config) -> None:
+    """Raise PointsError if the first run of a study is not the one that was trained.
+
+    Its rows would be read as those of other runs.
+
+    Args:
+        path: transfer.json of the study, for the message.
+        record: Content of the file. An old one may lack the config of the run.
+        planned: First run that the study's command plans now.
+    """
+    from mupax.train.studies.sweep.sweep import key_of
+
+    if "config" not in record:
+        return
+    trained = from_json(record["config"])
+    # Equal keys mean that fields such as a workdir do not count, nor those newer than the study.
+    if key_of(trained, "") == key_of(planned, ""):
+        return
+    changes = []
+    for name, old, new in differences(_recorded(trained), _recorded(planned)):
+        if not name.startswith(ELSEWHERE):
+            changes.append(f"{name} {text_of(old)}, now {text_of(new)}")
+    raise PointsError(
+        f"the study of {path} was trained with {'; '.join(changes[:3])}: its command no longer plans the runs "
+        f"of its rows; {_AS_IT_WAS}"
+    )
 
 
 def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:

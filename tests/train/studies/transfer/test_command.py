@@ -222,19 +222,40 @@ def test_the_command_is_there(capsys: pytest.CaptureFixture[str]):
     assert "no recipe is named 'lm-tny'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            "preset: {name: sp}\ndata: {batch_size: 8}",
+            "was trained with preset.name mup, now sp: its command no longer",
+        ),
+        (
+            "preset: {name: mup}\ndata: {batch_size: 4}",
+            "was trained with data.batch_size 8, now 4: its command no longer plans the runs of",
+        ),
+    ],
+)
 def test_a_plan_from_a_study_whose_config_file_changed_ends_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changed: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     trained = Trained()
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: trained(configs))
     monkeypatch.setattr(sweep.Sweep, "has_rows", lambda self, configs: False)
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("recipe: lm-tiny\npreset: {name: mup}\n")
+    recipe.write_text("recipe: lm-tiny\npreset: {name: mup}\ndata: {batch_size: 8}\n")
     out = tmp_path / "out"
     assert main(["transfer", str(recipe), "--grow", "head_dim=16,32", "--out", str(out)]) == 0
     (out / "points.jsonl").touch()
-    recipe.write_text("recipe: lm-tiny\npreset: {name: sp}\n")
+    plan = ["plan", "lm-tiny", "--from", str(out)]
+    # The control: a field that does not change what is trained.
+    recipe.write_text(recipe.read_text() + "log: {every: 7}\n")
     capsys.readouterr()
-    assert main(["plan", "lm-tiny", "--from", str(out)]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "has the study mup in head_dim, which its command no longer plans" in error
+    assert main(plan) == 2
+    assert "no longer plans" not in capsys.readouterr().err
+    recipe.write_text(f"recipe: lm-tiny\n{changed}\n")
+    assert main(plan) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
