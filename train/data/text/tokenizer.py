@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from mupax import disk
 from mupax.train.data.interface import DataError
 from mupax.train.data.text import quoting
 from mupax.train.data.text.quoting import SpecialTokens
@@ -257,6 +258,7 @@ class Subwords:
 
     Raises:
         DataError: The file is missing, is no tokenizer, or has no token that separates documents.
+        DiskError: The file cannot be read.
     """
 
     def __init__(
@@ -266,9 +268,12 @@ class Subwords:
         special_tokens: SpecialTokens = "parse",
         template_tokens: Collection[str] = (),
     ) -> None:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; write the path of a tokenizer.json")
         try:
-            content = path.read_bytes()
-        except OSError as error:
+            # Not just `path.read_bytes`: a file in a bucket may be there and not be reached.
+            content = disk.read_bytes(path)
+        except disk.ABSENT as error:
             raise DataError(
                 f"no tokenizer at {path}; "
                 "write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"

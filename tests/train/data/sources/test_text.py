@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models
 
+from mupax import disk
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus, user_files
 from mupax.train.data.sources import text
@@ -319,6 +321,7 @@ def test_bpe_trained_on_the_training_text(cache_folder: Path) -> None:
             "gone.json",
             "no tokenizer at gone.json; write data.tokenizer as bytes, bpe:SIZE or the path",
         ),
+        ("t", "t is a folder; write the path of a tokenizer.json"),
         ("broken.json", r"broken\.json is no tokenizer\.json"),
         ("words.json", "no token to end a document with"),
     ],
@@ -328,6 +331,20 @@ def test_wrong_tokenizer_is_named(name: str, message: str) -> None:
     write("broken.json", '{"version": "1.0"')
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save("words.json")
     assert_refused(message, "text:t", tokenizer=name)
+
+
+@pytest.mark.usefixtures("folder")
+def test_tokenizer_that_cannot_be_read_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    write("mine.json", "{}")
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(disk.DiskError, match=r"mine\.json cannot be read: Input/output error"):
+        load(tokenizer="mine.json")
 
 
 def test_text_that_is_not_utf8(folder: Path) -> None:
