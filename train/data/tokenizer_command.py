@@ -55,10 +55,9 @@ class TrainTokenizer:
         Raises:
             UsageError: --size is too small, --out is no new .json file, or SOURCES do not fit each
                 other or --chat-template.
-            ConfigError: --out is an address, such as gs://bucket/tokenizer.json, or a limit is less
-                than 1.
-            DataError: The sources have no text or cannot be read, or the folder of --out cannot be
-                made.
+            ConfigError: --out is an address, such as gs://bucket/tokenizer.json, or its folder
+                cannot be made, or a limit is less than 1.
+            DataError: The sources have no text or cannot be read.
             DiskError: The file cannot be written.
         """
         from mupax.train.data.interface import with_flags_of
@@ -67,6 +66,7 @@ class TrainTokenizer:
             return self._run()
 
     def _run(self) -> int:
+        from mupax.train.config.checks import check_outputs
         from mupax.train.data.interface import DataError
         from mupax.train.data.text import named_tokenizers
         from mupax.train.data.text.tokenizer import SEPARATOR, Subwords
@@ -78,6 +78,7 @@ class TrainTokenizer:
             )
         file = self._file()
         texts = self._texts()
+        check_outputs(self, "out")
 
         documents = texts.read()
         # Without any text, the library would silently return a tokenizer of single bytes.
@@ -86,10 +87,6 @@ class TrainTokenizer:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
         all_documents = itertools.chain([first], documents)
         library = named_tokenizers.train_bpe(all_documents, self.size, texts.special)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"cannot write --out {file}: {error}") from error
         # The library's `save` refuses a path that is not UTF-8.
         disk.write_whole(file, library.to_str(pretty=True))
 

@@ -15,7 +15,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.sources import training_texts
-from mupax.train.data.text import denoising
+from mupax.train.data.text import denoising, named_tokenizers
 from mupax.train.data.text.noise import Infilling
 from mupax.train.data.text.tokenizer import Subwords
 from tests.fixtures.commands import command, output_line, refusal
@@ -255,6 +255,14 @@ def test_bad_input_of_the_command_is_one_message(words: str, message: str) -> No
     assert message in printed
     assert "--data." not in printed, "these are flags of a run"
     assert not Path("t.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(named_tokenizers, "train_bpe", lambda *_: pytest.fail("it trained"))
+    write("file", "")
+    assert "cannot write" in refusal("data tokenizer text:small --size 300 --out file/t.json")
 
 
 def test_broken_texts_are_left_out_and_counted() -> None:
