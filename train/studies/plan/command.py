@@ -20,7 +20,7 @@ from mupax.command_line import Repeated
 from mupax.presets import PresetError
 from mupax.terminal import gib
 from mupax.train.config import cli, joint, sizes
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, check_outputs
 from mupax.train.config.preset import rules_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import command_of, words_of
@@ -624,7 +624,7 @@ def main(argv: Sequence[str]) -> int:
         command.
 
     Raises:
-        ConfigError: As for `run_of`.
+        ConfigError: As for `run_of`, or the file of `--out` cannot be written.
         UsageError: As for `run_of`.
         PresetError: As for `run_of`.
         PointsError: A folder behind `--from` has no rows.
@@ -634,6 +634,7 @@ def main(argv: Sequence[str]) -> int:
         return tables_command.main(argv)
 
     args, recipe_flags = command_line.parse_known(Plan, PROG, with_name(cli.with_file_first(argv)))
+    check_outputs(args, "out")
     if args.chips:
         from mupax.train.pods import topology
 

@@ -18,6 +18,7 @@ from mupax import command_line, disk, terminal
 from mupax.command_line import Repeated, UsageError
 from mupax.mappings import drop_keys
 from mupax.train.config import joint
+from mupax.train.config.checks import check_outputs
 from mupax.train.studies import report
 from mupax.train.studies.tables import table as tables
 from mupax.train.studies.tables.forecast import Forecaster, Recommendation
@@ -84,11 +85,13 @@ def main(argv: Sequence[str]) -> int:
     """Plan a run from a table, print the plan as text or JSON, and write it to `--out`. Return 0.
 
     Raises:
-        UsageError, ConfigError: The flags do not name exactly one table and one run.
+        UsageError, ConfigError: The flags do not name exactly one table and one run, or `--out` cannot
+            be written.
         TableError: No law can be fitted to the table, or the run cannot be forecast from it.
         DiskError: The table cannot be read, or the plan cannot be written.
     """
     options = command_line.parse(TablePlan, PROG, argv)
+    check_outputs(options, "out")
     if len(options.table) != 1:
         raise UsageError("a law is fitted to one table; write one --from FILE, with all runs in it")
     path = Path(options.table[0])
