@@ -589,12 +589,13 @@ def _config(args: Dynamics, rest: Sequence[str]) -> Config:
 
 
 def _with_model_flag(argv: Sequence[str]) -> list[str]:
-    """Return the command line with a config file written as `--model PATH`.
+    """Return the command line with its model written as `--model NAME`.
 
-    The user may have written it as `--config PATH` or as the first word.
+    The user may have written a config file as `--config PATH`, or any model as the first word, as
+    other commands take it.
     """
     words = cli.with_file_first(argv)
-    if words and cli.is_file(words[0]):
+    if words and not words[0].startswith("-"):
         return ["--model", *words]
     return words
 

@@ -65,6 +65,17 @@ def test_what_it_refuses(
     assert message in capsys.readouterr().err
 
 
+def test_the_first_word_is_the_model_as_in_other_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["presets", "dynamics", "lm-tiny"]) == 2
+    assert "is only known for a vit, and the model is a decoder" in capsys.readouterr().err
+    assert main(["presets", "dynamics", "bordelon-vit", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("bordelon-vit of N = ")
+    assert main(["presets", "dynamics", "bordelon-vt", "--dry-run"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
 def test_it_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets", "--help"]) == 0
     assert "dynamics" in capsys.readouterr().out
