@@ -71,21 +71,30 @@ def check_outputs(command: object, *names: str, pictures: Sequence[str] = ()) ->
             continue
         path = Path(word)
         flag = f"--{name.replace('_', '-')} {path}"
-        reason = ""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"its folder cannot be made ({error.strerror})"
-        if path.is_dir():
-            reason = "it is a folder"
-        elif not reason and not os.access(path if path.exists() else path.parent, os.W_OK):
-            reason = "no permission"
+        reason = _why_unwritable(path)
         if reason:
             raise ConfigError(f"cannot write {flag}: {reason}; write the path of another file")
         ending = path.suffix.removeprefix(".").lower()
         # matplotlib adds .png to a name without an ending.
         if name in pictures and ending and ending not in _picture_endings():
             raise ConfigError(f"{flag} ends in .{ending}, and no picture does; write .png")
+
+
+def _why_unwritable(path: Path) -> str:
+    """Return why a file cannot be written, or "" if it can. A missing folder of it is made."""
+    # pathlib writes gs://bucket as gs:/bucket, and would make a local folder of that name.
+    scheme, colon, _ = str(path).partition(":/")
+    if colon and scheme.isalnum():
+        return f"{scheme}:// is no folder of this machine"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"its folder cannot be made ({error.strerror})"
+    if path.is_dir():
+        return "it is a folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "no permission"
+    return ""
 
 
 def _picture_endings() -> Collection[str]:

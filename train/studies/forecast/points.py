@@ -362,10 +362,11 @@ def _check_trained(path: Path, record: Mapping[str, Any], planned: Config) -> No
     for name, old, new in differences(_recorded(trained), _recorded(planned)):
         if not name.startswith(ELSEWHERE):
             changes.append(f"{name} {text_of(old)}, now {text_of(new)}")
-    raise PointsError(
-        f"the study of {path} was trained with {'; '.join(changes[:3])}: its command no longer plans the runs "
-        f"of its rows; {_AS_IT_WAS}"
-    )
+    if changes:
+        raise PointsError(
+            f"the study of {path} was trained with {'; '.join(changes[:3])}: "
+            f"its command no longer plans the runs of its rows; {_AS_IT_WAS}"
+        )
 
 
 def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:

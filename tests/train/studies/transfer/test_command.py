@@ -251,8 +251,8 @@ def test_a_plan_from_a_study_whose_config_file_changed_ends_in_one_line(
     assert main(["transfer", str(recipe), "--grow", "head_dim=16,32", "--out", str(out)]) == 0
     (out / "points.jsonl").touch()
     plan = ["plan", "lm-tiny", "--from", str(out)]
-    # The control: a field that does not change what is trained.
-    recipe.write_text(recipe.read_text() + "log: {every: 7}\n")
+    # The control: fields that do not change what a run learns.
+    recipe.write_text(recipe.read_text() + "log: {every: 7}\nmodel: {compute: {dtype: bfloat16}}\n")
     capsys.readouterr()
     assert main(plan) == 2
     assert "no longer plans" not in capsys.readouterr().err
