@@ -411,7 +411,7 @@ def _best_rate(
     if math.isfinite(half_width):
         accuracy = f"known to ± {half_width:.2f} octaves"
     return (
-        f"Best learning rate{size}: {power(rate)} = {rate:.3g} ({accuracy}), "
+        f"Best learning rate{size}: 2^{fitted.optimum:.2f} = {rate:.3g} ({accuracy}), "
         f"{loss} loss there {fitted.loss:.4f}."
     )
 

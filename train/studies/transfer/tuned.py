@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from mupax.presets.tuned import find
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.train.studies.report import finite
+from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.transfer.drift import Analysis
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured
@@ -77,7 +79,7 @@ def check_before_training(name: str, config: Config) -> None:
     share = _warmup_share(config)
     if share > LONGEST_WARMUP:
         steps = int(LONGEST_WARMUP * config.steps)
-        warmup_steps = min(config.optimizer.warmup_steps, config.steps)
+        warmup_steps = min(config.scaled_optimizer.warmup_steps, config.steps)
         terminal.note(
             f"caution: {warmup_steps} of {config.steps} steps are warm-up, so --save-tuned {name} "
             f"saves a warm-up of {share:.0%} of every later run; write --optimizer.warmup-steps "
@@ -87,7 +89,8 @@ def check_before_training(name: str, config: Config) -> None:
 
 def _warmup_share(config: Config) -> float:
     """Return the warm-up as a share of a run's steps, at most 1, rounded to four digits."""
-    return round(min(1.0, config.optimizer.warmup_steps / config.steps), 4)
+    # Under a joint rule `optimizer` counts its warm-up in steps of the base's run.
+    return round(min(1.0, config.scaled_optimizer.warmup_steps / config.steps), 4)
 
 
 def save(
@@ -174,12 +177,13 @@ def write(
 ) -> tuple[Path, str]:
     """Write the file of a tuned preset from a run's config and evidence for its learning rate.
 
-    An existing file is replaced.
+    Under a joint rule the file has the optimizer as the rule scales it to the batch and tokens of
+    the run, which the file names. An existing file is replaced.
 
     Args:
         name: Name or path, as for `save`.
         config: Run whose preset, optimizer, warm-up share and data are saved.
-        peak_lr: Peak learning rate to save in place of the run's.
+        peak_lr: Peak learning rate to save in place of the run's. A joint rule scales it.
         evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum` and `transfer` of the
             provenance, and `search` if one was made.
         command: Command line that led to the rate, which the file records.
@@ -200,7 +204,11 @@ def write(
         if constant in parameters or "." in constant:
             constants[constant] = value
 
-    settings = config.optimizer
+    # A joint rule starts from the base's values, and the file is about the run's batch and tokens.
+    settings = at_rate(config, peak_lr).scaled_optimizer
+    if settings.peak_lr != peak_lr:
+        evidence = _scaled_evidence(evidence, math.log2(settings.peak_lr / peak_lr))
+        peak_lr = float(f"{settings.peak_lr:.4g}")
     fields = ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")
     optimizer = {field: getattr(settings, field) for field in fields}
     optimizer |= {
@@ -245,6 +253,15 @@ def write(
         return path, tuned.use
     # Elsewhere a bare name is not found, so the word has the path.
     return path, f"{tuned.preset}:{path}"
+
+
+def _scaled_evidence(evidence: Mapping[str, Any], octaves: float) -> dict[str, Any]:
+    """Return the evidence for a learning rate with all its rates moved by some octaves."""
+    optimum = {}
+    for name, log2_lr in evidence["log2_optimum"].items():
+        optimum[name] = None if log2_lr is None else round(log2_lr + octaves, 5)
+    rates = [round(log2_lr + octaves, 5) for log2_lr in evidence["log2_lr"]]
+    return {**evidence, "log2_lr": rates, "log2_optimum": optimum}
 
 
 def saved_message(path: Path, word: str) -> str:

@@ -210,7 +210,9 @@ def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
     code, [figure] = swept(
         "2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path)
     )
-    assert code == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert out.startswith("Best learning rate: 2^-5.81 = 0.0178 (")
     # The vertex of the parabola through the three lowest.
     assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(
         -6 + 0.041 / 0.214, abs=1e-3
@@ -218,6 +220,24 @@ def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
     (panel,) = figure.axes
     assert panel.get_ylim()[0] < min(losses) < max(losses) < panel.get_ylim()[1]
     assert panel.get_xlim()[0] < -8 < -4 < panel.get_xlim()[1]
+
+
+def test_under_a_joint_rule_the_saved_rate_is_that_of_the_batch_that_was_swept(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, path = [2.9, 2.7, 2.6, 2.7, 2.9], tmp_path / "mup.mine.json"
+    # The sweep's batch is 8, four times the base's, so `sde` doubles the rate.
+    rule = ["--joint", "sde", "--preset.base", "lm-proxy,batch=2,tokens=512"]
+    words = [*rule, "--optimizer.warmup-steps", "4", "--save-tuned", str(path)]
+    code, _ = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, *words)
+    assert code == 0, capsys.readouterr().err
+    saved = find.load(path)
+    assert (saved.provenance["batch"], saved.provenance["seen"]) == (8, 512)
+    assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(-5, abs=1e-3)
+    assert saved.optimizer["b1"] == pytest.approx(1 - 4 * 0.1)
+    assert saved.optimizer["warmup_fraction"] == 1 / 4
+    assert saved.provenance["log2_lr"] == [-7, -6, -5, -4, -3]
+    assert saved.provenance["log2_optimum"]["value"] == pytest.approx(-5, abs=1e-3)
 
 
 @pytest.mark.parametrize(
