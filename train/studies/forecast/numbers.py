@@ -172,9 +172,9 @@ def contradictions(config: Config, points: Points) -> list[str]:
 def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     """Return a caution if published rules of batch and tokens disagree on a run's learning rate.
 
-    Each rule for Adam extrapolates the measured rate to the run's batch and tokens. The list is
-    empty if their rates are less than `APART` octaves apart. A run with a joint rule gets the
-    cautions of that rule instead.
+    Each rule for the run's optimizer extrapolates the measured rate to the run's batch and tokens.
+    The list is empty if their rates are less than `APART` octaves apart, or if there are not two
+    such rules. A run with a joint rule gets the cautions of that rule instead.
 
     Args:
         log2_lr: log2 of the setting's best peak rate.
@@ -186,11 +186,14 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
         "batch": config.data.batch_size / setting.config.data.batch_size,
         "tokens": tokens / setting.tokens,
     }
+    # Most rules were published for Adam and say nothing about the rate of SGD or Muon.
+    family = OPTIMIZERS[config.optimizer.name].family
     rates = {}
     for rule in horizon.RULES.values():
-        # The rules that are compared were published for Adam's rate.
-        if rule.lr is not None and "adam" in rule.families:
+        if rule.lr is not None and family in rule.families:
             rates[rule.name] = log2_lr + math.log2(rule.factor("lr", ratios))
+    if len(rates) < 2:
+        return []
     # Rules that nearly agree need no caution.
     octaves = max(rates.values()) - min(rates.values())
     if octaves < APART:

@@ -213,6 +213,18 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "step-law" in output
 
 
+def test_rules_published_for_adam_do_not_contradict_each_other_about_muon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert study(tmp_path, *TINY, "--steps", "2", "--optimizer.name", "muon")[0] == 0
+    flags = ["--optimizer.name", "muon", "--preset.base", BASE, "--tokens", "1m"]
+    output = plan(
+        capsys, "lm-tiny", *TINY, *flags, "--from", str(tmp_path), "--optimizer.b2", "0.99"
+    )
+    assert "that it stays is the preset's claim" in output
+    assert "published rules contradict" not in output
+
+
 def test_the_same_preset_is_found_however_it_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
