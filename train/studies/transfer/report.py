@@ -191,9 +191,15 @@ def _bigger(analysis: Analysis, axis: str) -> str:
     clear = [entry for entry in worse if entry[2].low > 0]
     shown = []
     for size, x, by in (clear or worse)[:4]:
-        shown.append(f"{axis} {size} at {power(2.0**x)} by {by.value:.3g}")
+        increase = f"by {by.value:.3g}" if math.isfinite(by.value) else "(diverges)"
+        shown.append(f"{axis} {size} at {power(2.0**x)} {increase}")
     if clear:
         return f"bigger is worse at {len(clear)} of {compared} rates compared: {', '.join(shown)}"
+    if analysis.seeds < 2:
+        # Without a second seed the noise is not known.
+        return (
+            f"bigger is worse at {len(worse)} of {compared} rates, by one seed: {', '.join(shown)}"
+        )
     noise = f"worse on average: {', '.join(shown)} ({len(worse)} of {compared})"
     return f"bigger is better within the seeds' noise; {noise}"
 

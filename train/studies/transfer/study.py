@@ -411,8 +411,9 @@ class Measured:
         shown = "no drift yet"
         if math.isfinite(drift.value):
             shown = f"drift {drift.value:+.2f}"
-        if math.isfinite(drift.half_width):
-            shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
+            if math.isfinite(drift.half_width):
+                shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
+            shown += " octaves per doubling"
         state = "is decided by little"
         if analysis.verdict == "undecided":
             state = "is undecided"
@@ -424,7 +425,7 @@ class Measured:
         most_minutes = min(left * seed_minutes, minutes - self.seconds / 60)
         return (
             f"{self.study.label} in {self.study.axis} {state} after {analysis.seeds} seeds "
-            f"({shown} octaves per doubling): at most {left} more, about {seed_minutes:.1f} "
+            f"({shown}): at most {left} more, about {seed_minutes:.1f} "
             f"minutes of training each, {most_minutes:.1f} in all"
         )
 

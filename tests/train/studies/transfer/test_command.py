@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "mup transfers in head_dim" in out
     assert "sp drifts in head_dim" in out
     assert "its drift is apart from that of sp" in out
+    assert "head_dim 64 at 2^-6 (diverges)" in out
+    assert "by inf" not in out
     assert {c.steps for c in run.configs} == {7}
 
     record = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
@@ -97,10 +100,18 @@ def test_what_is_not_decided_says_how_many_seeds_would_and_the_command_decides_i
 
 
 def test_one_seed_is_never_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert command(tmp_path, "--seeds", "1", "--max-seeds", "1", run=Trained()) == 0
+    def worse_if_larger(configs: Sequence[Config]) -> list[Row]:
+        pairs = zip(configs, Trained()(configs), strict=True)
+        return [
+            dataclasses.replace(row, loss=row.loss + 0.02 * config.model.heads_dim)
+            for config, row in pairs
+        ]
+
+    assert command(tmp_path, "--seeds", "1", "--max-seeds", "1", run=worse_if_larger) == 0
     out = capsys.readouterr().out
     assert "Not decided: " in out
     assert "one seed has no interval" in out
+    assert re.search(r"bigger is worse at (\d) of \1 rates, by one seed: head_dim 32 at", out)
     assert "--max-seeds 3" in out
 
 

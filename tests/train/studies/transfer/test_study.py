@@ -501,6 +501,22 @@ def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
         assert analysis.verdict == "undecided"
 
 
+def test_a_drift_that_is_not_fitted_yet_has_no_unit():
+    # Noise alone: the first seeds find no minimum at the larger size.
+    rng = np.random.default_rng(3)
+
+    def noisy(configs: Sequence[Config]) -> list[Row]:
+        rows = []
+        for config, row in zip(configs, Trained(0.0)(configs), strict=True):
+            noise = rng.normal() if config.model.heads_dim > 16 else 0.0
+            rows.append(dataclasses.replace(row, loss=row.loss + noise))
+        return rows
+
+    lines: list[str] = []
+    transfer.measure([study(sizes=(16, 32))], noisy, lines.append, minutes=99)
+    assert any("(no drift yet): at most" in line for line in lines)
+
+
 def test_the_minutes_end_a_study_and_it_says_so():
     # 20 points a size and seed: at 30 s each three sizes do not fit into 10 minutes.
     [late] = transfer.measure([study()], Trained(seconds=30), minutes=10)
