@@ -122,12 +122,15 @@ def read(path: Path) -> dict[str, Any]:
         ForecastError: The file has no forecast, or one whose digest does not match its content.
         DiskError: The file cannot be read.
     """
-    content = disk.read_json(path)
-    content = content.get("forecast", content)
+    plan = disk.read_json(path)
+    content = plan.get("forecast", plan)
     if content is None:
+        # The first caution of a plan says why no loss is predicted.
+        cautions = plan.get("cautions")
+        why = f" ({cautions[0]})" if cautions else ""
         raise ForecastError(
-            f"{path} is a plan without a forecast; "
-            f"make it by `mupax plan RECIPE --from STUDY --out PATH`"
+            f"{path} is a plan without a forecast{why}; write a plan that predicts a loss, by "
+            f"`mupax plan RECIPE --from STUDY --out PATH`"
         )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ForecastError(

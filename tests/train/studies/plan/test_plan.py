@@ -204,13 +204,17 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["--preset.base", BASE, *TINY, "--from", str(folder), "--tokens-per-second", "1e3"]
-    output = plan(capsys, "lm-tiny", *words, "--tokens", "1m", "--optimizer.b2", "0.99")
+    out = str(tmp_path / "plan.json")
+    words += ["--tokens", "1m", "--optimizer.b2", "0.99", "--out", out]
+    output = plan(capsys, "lm-tiny", *words)
     assert "no loss is predicted" in output
     assert "optimizer.b2 0.99 (measured: 0.95)" in output
     assert "that it stays is the preset's claim" in output
     assert "published rules contradict each other at 3.91e+03 times the tokens" in output
     assert "not used" not in output
     assert "step-law" in output
+    assert main(["plan", "score", out, str(tmp_path)]) == 2
+    assert "without a forecast (no loss is predicted: this run differs" in capsys.readouterr().err
 
 
 def test_rules_published_for_adam_do_not_contradict_each_other_about_muon(
