@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 2000
 """Number of points above which a grid is taken for a mistake."""
+LEAST_RATES = 3
+"""Least number of learning rates of which one can have a rate with a higher loss on each side."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,12 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; "
                 "sweep one choice"
+            )
+        count = len(_rates_of_a_choice(grid))
+        if count < LEAST_RATES:
+            raise ConfigError(
+                f"--save-tuned {args.save_tuned}: a best rate lies between others, and the sweep "
+                f"has {count}; write --lr with at least {LEAST_RATES} rates, as 2^-8:2^-4:5"
             )
     if args.dry_run:
         _dry_run(grid)
@@ -188,6 +196,15 @@ def _refuse_second_rate(words: Sequence[str], varied: Sequence[str]) -> None:
             )
 
 
+def _rates_of_a_choice(grid: Sequence[Planned]) -> set[float]:
+    """Return the learning rates of the first choice of `--vary`, of which the best one is found.
+
+    Rates that are themselves a choice, as by `--vary optimizer.peak-lr=0.01,0.02`, are not compared.
+    """
+    first = grid[0].varied
+    return {point.config.optimizer.peak_lr for point in grid if point.varied == first}
+
+
 def _flag_values(text: str) -> list[tuple[str, str]]:
     """Return (flag, value) for each value of a `--vary` text such as `preset.gamma0=0.5,1,2`.
 
@@ -259,7 +276,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
 
     answer_lines: list[str] = []
     studies: list[tuple[Measured, Analysis]] = []
-    varies_rate = len({point.config.optimizer.peak_lr for point in grid}) > 1
+    varies_rate = len(_rates_of_a_choice(grid)) > 1
     if varies_rate or args.save_tuned:
         axis = (args.sizes or "").partition("=")[0].strip()
         studies = judged(grid, _rows_by_loss(rows, args.judge), axis)

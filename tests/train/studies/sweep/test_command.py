@@ -345,6 +345,22 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     assert not path.exists()
 
 
+def test_rates_that_are_a_choice_have_no_best_one_and_two_rates_save_none(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(index, 3.0 - 0.1 * index) for index in range(2)]
+    monkeypatch.setattr(sweep.Sweep, "run", lambda *_: rows)
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--out", str(tmp_path / "out")]
+    assert main([*words, "--vary", "optimizer.peak-lr=0.01,0.02"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Next: train the point of the lowest evaluation loss, 2.9000, alone")
+    monkeypatch.setattr(sweep.Sweep, "run", lambda *_: pytest.fail("trained"))
+    for rates, count in ((["--lr", "0.01,0.02"], 2), ([], 1)):
+        assert main([*words, *rates, "--save-tuned", "mine"]) == 2
+        message = f"a best rate lies between others, and the sweep has {count}; write --lr"
+        assert message in capsys.readouterr().err
+
+
 def test_a_sweep_that_diverged_proposes_none_of_its_points(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
