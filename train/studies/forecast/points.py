@@ -121,8 +121,11 @@ class Setting:
         The seeds that were run at every rate decide which rate is best.
         """
         # The third argument of `Curve` counts the first seeds, those that every rate has.
-        at_every_rate = (~np.isnan(self.losses)).all(axis=0)
-        return Curve(self.x, self.losses, max(1, int(at_every_rate.sum())))
+        is_run = ~np.isnan(self.losses)
+        first = max(1, int(is_run.all(axis=0).sum()))
+        # Without a seed at every rate, rates that lack the first one have no mean to compare.
+        compared = is_run[:, :first].all(axis=1)
+        return Curve(self.x[compared], self.losses[compared], first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +321,11 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
         raise PointsError(
             f"{path} is of no transfer study: it has no command or no studies; write the command "
             "of the study again, or remove the file, and the rows are read as those of a sweep"
+        )
+    if not record["studies"]:
+        raise PointsError(
+            f"the study of {folder} is not finished, so its best rates are not known; go on with "
+            f"`{record['command']}`"
         )
     studies = {}
     for study in replanned(record["command"]):

@@ -59,7 +59,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         SystemExit: A signal stopped the training. The code is 128 plus its number.
     """
     # Imported here, because these modules import SciPy, and `--help` should not wait for it.
-    from mupax.train.studies.transfer import frugal, study, tuned
+    from mupax.train.studies.transfer import frugal, report, study, tuned
 
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError(
@@ -99,6 +99,8 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
+    if args.search == "grid":
+        report.begin(folder, command)
     # A study judges training losses, so its points need no evaluation.
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:

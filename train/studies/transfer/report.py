@@ -303,6 +303,17 @@ def _compared(studies: Studies, control: str | None) -> list[str]:
     return lines
 
 
+def begin(folder: Path, command: str) -> None:
+    """Write a transfer.json without studies, unless the folder has one.
+
+    An interrupted study is then known as one. Its rows may be trained under the name of another
+    preset of the same numbers (`mupax.train.studies.transfer.planned.shared`).
+    """
+    path = folder / "transfer.json"
+    if not path.exists():
+        write_json(path, {"format": "transfer study 1", "command": command, "studies": []})
+
+
 def write(folder: Path, studies: Studies, control: str | None, about: dict[str, Any]) -> Path:
     """Write transfer.json, a PNG per axis, and transfer.html, a self-contained page.
 

@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mupax.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
-from mupax.train.studies.forecast import ranges, record
+from mupax.train.studies.forecast import points, ranges, record
 from mupax.train.studies.plan import command, score
 from mupax.train.studies.sweep.rows import COMPRESSED_NAME, FILE_NAME
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
@@ -215,6 +216,37 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "step-law" in output
     assert main(["plan", "score", out, str(tmp_path)]) == 2
     assert "without a forecast (no loss is predicted: this run differs" in capsys.readouterr().err
+
+
+def test_an_interrupted_study_is_not_read_as_a_sweep_of_another_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    rounds = iter(range(2))
+    train = Trained.__call__
+
+    def interrupted(self: Trained, configs: Any) -> Any:
+        if next(rounds, None) is None:
+            raise KeyboardInterrupt
+        return train(self, configs)
+
+    monkeypatch.setattr(Trained, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, *TINY, "--steps", "2")
+    # Its points at the base are trained as `sp`, which is not its preset.
+    assert main(["plan", "lm-proxy", "--from", str(tmp_path), "--tokens", "1m"]) == 2
+    error = capsys.readouterr().err
+    assert f"the study of {tmp_path} is not finished" in error
+    assert "go on with `mupax transfer lm-tiny --steps 100 --grow" in error
+
+
+def test_rates_that_the_first_seed_lacks_are_no_rates_at_which_it_diverged() -> None:
+    config = recipe("lm-tiny")()
+    losses = np.full((5, 2), np.nan)
+    losses[::2, 0] = [2.2, 2.0, 2.1]
+    losses[1::2, 1] = [2.1, 2.0]
+    curve = points.Setting(config, np.arange(-8.0, -5.5, 0.5), losses).curve
+    assert curve.x.tolist() == [-8, -7, -6]
+    assert curve.mean.tolist() == [2.2, 2.0, 2.1]
 
 
 def test_rules_published_for_adam_do_not_contradict_each_other_about_muon(
