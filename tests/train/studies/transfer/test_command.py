@@ -103,7 +103,7 @@ def test_one_seed_is_never_decided(tmp_path: Path, capsys: pytest.CaptureFixture
     def worse_if_larger(configs: Sequence[Config]) -> list[Row]:
         pairs = zip(configs, Trained()(configs), strict=True)
         return [
-            dataclasses.replace(row, loss=row.loss + 0.02 * config.model.heads_dim)
+            dataclasses.replace(row, loss=row.loss + 0.02 * config.model.sizes()["head_dim"])
             for config, row in pairs
         ]
 

@@ -508,7 +508,7 @@ def test_a_drift_that_is_not_fitted_yet_has_no_unit():
     def noisy(configs: Sequence[Config]) -> list[Row]:
         rows = []
         for config, row in zip(configs, Trained(0.0)(configs), strict=True):
-            noise = rng.normal() if config.model.heads_dim > 16 else 0.0
+            noise = rng.normal() if config.model.sizes()["head_dim"] > 16 else 0.0
             rows.append(dataclasses.replace(row, loss=row.loss + noise))
         return rows
 
