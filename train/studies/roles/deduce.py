@@ -99,15 +99,19 @@ def _learned(matrices: Matrices, use: OperandUse) -> Constraint:
     """Return the role of learned queries of attention, such as those of a pooling head.
 
     Raises:
-        Refusal: The parameter is added to other tokens, or no matrix of queries reads it.
+        Refusal: The parameter is added to other tokens or multiplies them, or no matrix of queries
+            reads it.
     """
     flow = matrices.flow
     node = use.node
-    for user in _after_layout(flow, node):
-        # Tokens start a stream. What is added to other tokens is a bias or a position.
-        before = [operand for operand in user.inputs if not flow.precedes(node, operand)]
-        if user.op in ADDS and before:
+    for user in _before_others(flow, node):
+        # Tokens start a stream. What is added to other tokens is a bias or a position, and what
+        # multiplies them is a gain.
+        others = [operand for operand in user.inputs if not flow.precedes(node, operand)]
+        if user.op in ADDS and others:
             raise Refusal("it is added to other tokens; declare its role")
+        if user.op in ("mul", "div") and any(other.kind == "activation" for other in others):
+            raise Refusal("it multiplies other tokens; declare its role")
     for attention in matrices.attentions:
         logits = attention.logits
         if not attention.queries:
@@ -131,14 +135,17 @@ def _learned(matrices: Matrices, use: OperandUse) -> Constraint:
     raise Refusal("no matrix of queries reads it; declare its role")
 
 
-def _after_layout(flow: Flow, node: Node) -> list[Node]:
-    """Return the results of all operations that read a value, or the value in another layout."""
+def _before_others(flow: Flow, node: Node) -> list[Node]:
+    """Return the results of all operations that read a value, or a function of the value alone.
+
+    Such functions are other layouts and operations with one operand, such as a sigmoid.
+    """
     results = []
     stack = [node]
     while stack:
         for user in flow.users(stack.pop()):
             results.append(user)
-            if user.op in LAYOUT:
+            if user.op in LAYOUT or len(user.inputs) == 1:
                 stack.append(user)
     return results
 

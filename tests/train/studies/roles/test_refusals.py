@@ -336,6 +336,35 @@ def test_a_norm_between_branches() -> None:
     assert reason.startswith("it acts on the stream itself between two branches")
 
 
+BLOCK_GROUPS = {
+    "up": "block.mlp_in", "down": "block.mlp_out", "q": "block.query", "k": "block.key",
+    "v": "block.value", "o": "block.attention_out",
+}  # fmt: skip
+"""Groups of the matrices of an MLP and of attention."""
+
+
+ON_THE_STREAM = "it acts on the stream itself between two branches"
+
+
+@pytest.mark.parametrize(
+    ("skip", "reason"),
+    [
+        (lambda p, x: normed(x) * p["w"], ON_THE_STREAM),
+        (lambda p, x: normed(x) * jax.nn.sigmoid(p["w"]), "it meets other parameters before"),
+    ],
+)
+def test_a_gain_of_the_stream_before_attention_is_no_learned_query(
+    skip: Branch, reason: str
+) -> None:
+    def outside(p: Params, x: jax.Array) -> jax.Array:
+        x = skip(p, x)
+        return x + attend(jax.nn.softmax, "q", "k")(p, normed(x))
+
+    roles = roles_of(lambda s: vector(s) | heads(s), run_mlp, ATTENTION, outside)
+    assert refusal(roles, "w").startswith(reason)
+    assert {name: roles.specs[name].group for name in BLOCK_GROUPS} == BLOCK_GROUPS
+
+
 def test_sizes_that_are_no_axes() -> None:
     with pytest.raises(
         PresetError, match="no logical axis is named 'width'; the axes are layers, embed"
