@@ -512,9 +512,10 @@ class Flow:
         return False
 
     def _stream(self, node: Node) -> list[Node]:
-        """Return a value and all that enters it through sums, layout or constant factors.
+        """Return a value and all that enters it through sums, layout or factors.
 
-        If the value is the residual stream, these are its earlier values.
+        If the value is the residual stream, these are its earlier values. Factors are constants,
+        parameters, as of a skip connection, and values of the batch alone, such as a mask.
         """
         stack = [node]
         result: list[Node] = []
@@ -525,7 +526,9 @@ class Flow:
             result.append(current)
             signals = _signals(current)
             is_sum = current.op in BRANCHES or current.op in LAYOUT
-            if is_sum or (current.op == "mul" and len(signals) == 1 and _is_scaled(current)):
+            is_scaled = current.op == "mul" and len(signals) == 1
+            is_divided = current.op == "div" and signals == [current.inputs[0]]
+            if is_sum or is_scaled or is_divided:
                 stack.extend(signals)
         return result
 
@@ -541,7 +544,3 @@ def _signals(node: Node) -> list[Node]:
         if operand.kind == "activation" and operand.floating:
             activations.append(operand)
     return activations
-
-
-def _is_scaled(node: Node) -> bool:
-    return any(operand.kind == "constant" for operand in node.inputs)

@@ -365,6 +365,35 @@ def test_a_gain_of_the_stream_before_attention_is_no_learned_query(
     assert {name: roles.specs[name].group for name in BLOCK_GROUPS} == BLOCK_GROUPS
 
 
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda p, x: x * p["w"],
+        lambda p, x: x / p["w"],
+        lambda p, x: x * jax.nn.sigmoid(p["w"]),
+        lambda p, x: x * p["mask"],
+    ],
+    ids=["factor", "divisor", "bounded", "mask"],
+)
+def test_what_scales_a_skip_connection_ends_no_stream(scaled: Branch) -> None:
+    def build(s: Sizes) -> tuple[Any, Any, Any]:
+        shapes = {"patch": (s["patch"], s["embed"]), "readout": (s["embed"], s["classes"])}
+        shapes |= mlp(s) | heads(s) | {"w": (s["embed"],)}
+
+        def loss(p: Params, batch: jax.Array) -> jax.Array:
+            x = batch @ p["patch"]
+            p = {**p, "mask": (batch > 0).any(-1, keepdims=True).astype(jnp.float32)}
+            x = scaled(p, x) + attend(jax.nn.softmax, "q", "k")(p, normed(x))
+            x = scaled(p, x) + run_mlp(p, normed(x))
+            return jax.nn.logsumexp(x.mean(1) @ p["readout"], axis=-1).sum()
+
+        return arrays(shapes), loss, arrays((2, s["position"], s["patch"]))
+
+    roles = models.roles_of(build, ATTENTION)
+    assert list(roles.refused) == ["w"]
+    assert {name: roles.specs[name].group for name in BLOCK_GROUPS} == BLOCK_GROUPS
+
+
 def test_sizes_that_are_no_axes() -> None:
     with pytest.raises(
         PresetError, match="no logical axis is named 'width'; the axes are layers, embed"
