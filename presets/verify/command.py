@@ -371,7 +371,7 @@ class Verify:
         models = axes.models(dumps, names.read_overrides(self.role))
         reports = []
         lacks: dict[str, str] = {}
-        for line in fit.lines(models):
+        for line in fit.lines(models, OPTIMIZERS[optimizer].family):
             lacks_of_line = _lacks(line.models)
             reports.append(_report(line, optimizer, decay, named, lacks_of_line))
             lacks.update(lacks_of_line)

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from mupax.presets.optimizers import Family
-from mupax.presets.roles import AXES, PresetError, Role
+from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import Decay, Power, Rule
 from mupax.presets.verify.axes import Model
+from mupax.presets.verify.factors import with_factors
 from mupax.presets.verify.formats.dump import Entry
 from mupax.presets.verify.sizes import Parameter
 
@@ -109,11 +110,14 @@ class GrowthSeries:
         return covariance / sum(x * x for x in log_t)
 
 
-def lines(models: Sequence[Model]) -> list[GrowthSeries]:
+def lines(models: Sequence[Model], family: Family) -> list[GrowthSeries]:
     """Sort models into growth series from the smallest one, a series for each direction of growth.
 
     Two models are in one direction if their axes grow with the same exponents relative to each
     other, for example the width alone or the depth alone.
+
+    Args:
+        family: Optimizer family, which says how a multiplier enters learning rates.
 
     Raises:
         PresetError: There is one model alone, two models have the same sizes, or a model is larger
@@ -133,7 +137,7 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
     for model in larger:
         direction = _direction(base, model, in_step=in_step)
         directions.setdefault(direction, []).append(model)
-    return [_series(base, members) for members in directions.values()]
+    return [_series(base, members, family) for members in directions.values()]
 
 
 def _total_size(model: Model) -> int:
@@ -206,7 +210,7 @@ def _ratios(base: Model, model: Model) -> dict[str, float]:
     return ratios
 
 
-def _series(base: Model, larger: Sequence[Model]) -> GrowthSeries:
+def _series(base: Model, larger: Sequence[Model], family: Family) -> GrowthSeries:
     """Make the growth series of a base and of larger models in one direction from the base."""
     ratios = _ratios(base, larger[-1])
     axis = _fastest_axis(ratios)
@@ -215,51 +219,9 @@ def _series(base: Model, larger: Sequence[Model]) -> GrowthSeries:
     for name, ratio in ratios.items():
         if ratio > _SAME_SIZE:
             growth[name] = math.log(ratio) / unit
-    models = _with_branch_factors([base, *larger])
+    models = with_factors([base, *larger], family)
     t = [model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for model in models]
     return GrowthSeries(models=models, growth=growth, t=t, axis=axis)
-
-
-_BRANCH_EXPONENTS = (0.5, 1.0)
-"""Powers of 1/depth by which presets scale residual branches."""
-_LAST_OF_BRANCHES = (Role.ATTENTION_OUT, Role.MLP_OUT)
-
-
-def _with_branch_factors(models: Sequence[Model]) -> list[Model]:
-    """Return models in which a multiplier of all branches' last matrices is the branches' factor.
-
-    Both are the same function and train alike. Models whose multipliers do not fall as a power of
-    the depth in `_BRANCH_EXPONENTS` are returned unchanged.
-    """
-    base = models[0]
-    names = []
-    for name, parameter in base.parameters.items():
-        if parameter.spec.role in _LAST_OF_BRANCHES:
-            names.append(name)
-    folded = [base]
-    for model in models[1:]:
-        depth = model.sizes.get("layers", 1) / base.sizes.get("layers", 1)
-        factors = []
-        for name in names:
-            entry = model.parameters[name].entry
-            factors.append(entry.multiplier / base.parameters[name].entry.multiplier)
-        if depth < _SAME_SIZE or not factors or max(factors) > _SAME_SIZE * min(factors):
-            return list(models)
-        exponent = -math.log(factors[0]) / math.log(depth)
-        if all(abs(exponent - power) > TOLERANCE / 2 for power in _BRANCH_EXPONENTS):
-            return list(models)
-
-        parameters = dict(model.parameters)
-        for name in names:
-            parameter = parameters[name]
-            multiplier = parameter.entry.multiplier / factors[0]
-            entry = dataclasses.replace(parameter.entry, multiplier=multiplier)
-            parameters[name] = dataclasses.replace(parameter, entry=entry)
-        branch = factors[0] * (model.dump.branch or 1.0)
-        dump = dataclasses.replace(model.dump, branch=branch)
-        folded.append(dataclasses.replace(model, dump=dump, parameters=parameters))
-    base_dump = dataclasses.replace(base.dump, branch=base.dump.branch or 1.0)
-    return [dataclasses.replace(base, dump=base_dump), *folded[1:]]
 
 
 def _fastest_axis(ratios: Mapping[str, float]) -> str:

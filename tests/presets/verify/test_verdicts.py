@@ -388,6 +388,53 @@ def test_a_factor_on_branches_is_judged_alike_as_a_multiplier_of_their_last_matr
         assert as_multiplier == as_branch
 
 
+BRANCH_ENDS = ("block.attention.out", "block.mlp.down")
+
+
+def in_matrices(
+    contents: Contents, field: str, names: tuple[str, ...], columns: tuple[str, ...]
+) -> Contents:
+    """Return a dump whose factor `field` is 1, and is in values of matrices and their biases."""
+    factor = contents["model"][field]
+    times = 2 if contents["model"]["optimizer"] == "sgd" else 1
+    powers = {"multiplier": 1, "std": 1, "lr": times, "eps": -1, "wd": -times}
+
+    def moved(name: str, entry: Contents) -> Contents | None:
+        if name.removesuffix("_bias") not in names:
+            return None
+        return {column: entry[column] * factor ** powers[column] for column in columns}
+
+    return {**changed(contents, moved), "model": {**contents["model"], field: 1.0}}
+
+
+@pytest.mark.parametrize("columns", [("multiplier",), ("std", "lr", "eps", "wd")])
+@pytest.mark.parametrize(
+    ("preset", "optimizer", "axis", "field", "names"),
+    [
+        ("completep", "adamw", "depth", "branch", BRANCH_ENDS),
+        ("depth-mup", "adamw", "depth", "branch", BRANCH_ENDS),
+        ("depth-mup", "sgd", "depth", "branch", BRANCH_ENDS),
+        ("mup", "adamw", "head_dim", "attention", ("block.attention.query",)),
+        ("mup", "sgd", "head_dim", "attention", ("block.attention.key",)),
+    ],
+)
+def test_a_factor_that_is_in_values_of_matrices_is_judged_as_the_factor(
+    preset: str, optimizer: str, axis: str, field: str, names: tuple[str, ...],
+    columns: tuple[str, ...],
+):  # fmt: skip
+    files = pair(presets.get(preset), decoder(16), axis, optimizer)
+    moved = [in_matrices(file, field, names, columns) for file in files]
+    judged = verified(*moved)
+    assert (judged.code, judged.findings) == (0, [])
+    assert judged.line["reference"].startswith(preset)
+
+    # The controls: nothing holds the factor, or a learning rate alone does not.
+    without = [{**file, "model": {**file["model"], field: 1.0}} for file in files]
+    assert verified(*without).code == 1
+    rate = changed(moved[1], lambda n, e: {"lr": files[1][n]["lr"] * 4} if n in names else None)
+    assert verified(moved[0], rate).code == 1
+
+
 def test_what_is_wrong_under_sgd_is_not_explained_by_rules_of_adam():
     files = networks(optimizer="sgd")
     # Under SGD, Adam's rates are all off by one factor, which is another finding.
