@@ -271,6 +271,7 @@ def _labels(
         role = names.chosen(name, overrides) or entries[0].role
         if role:
             label = _with_role(label, role, name, source)
+            _check_hidden(source, name, label, shapes[name])
         if label.role == names.EMBEDDING:
             label = label._replace(role=_role_of_embedding(name, label, shapes))
         if not label.role:
@@ -292,6 +293,17 @@ def _labels(
             f"(which leaves it out), and that of a bias is such as query.bias"
         )
     return labels
+
+
+def _check_hidden(source: str, name: str, label: Label, file_shapes: Sequence[Shape]) -> None:
+    """Raise `PresetError` for a hidden matrix with heads, whose fan-in no shape shows."""
+    if label.role != "hidden" or label.leaf == "bias" or not _has_heads(name, label, file_shapes):
+        return
+    raise PresetError(
+        f"{source}: {name} has the shape {list(file_shapes[0])}, and nothing shows which dimensions "
+        f"a hidden matrix of this shape reads; write --role '{name}=value' for [width, heads, "
+        "head_dim], or attention_out for [heads, head_dim, width], which are judged alike"
+    )
 
 
 def _check_overrides(
@@ -395,7 +407,9 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
             return ""
         return "norm_gain"
 
-    grows = [len(set(sizes)) > 1 for sizes in zip(*file_shapes, strict=True)]
+    if _has_heads(name, label, file_shapes):
+        return ""
+    grows = _growing_dimensions(file_shapes)
     # A PyTorch convolution is (out, in, height, width), a JAX one (height, width, in, out).
     if label.layout == "out, in":
         output_grows = grows[0]
@@ -412,6 +426,30 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
     if not label.layout:
         return ""
     return "readout" if input_grows else "patch_embedding"
+
+
+def _growing_dimensions(file_shapes: Sequence[Shape]) -> list[bool]:
+    return [len(set(sizes)) > 1 for sizes in zip(*file_shapes, strict=True)]
+
+
+def _has_heads(name: str, label: Label, file_shapes: Sequence[Shape]) -> bool:
+    """Return whether a matrix of more than two dimensions cannot be that of a convolution.
+
+    The window of a convolution does not grow. The matrix has dimensions of heads then, such as
+    [width, heads, head_dim], and nothing shows which dimensions it reads.
+
+    Args:
+        file_shapes: Shape in each file.
+    """
+    grows = _growing_dimensions(file_shapes)
+    if label.layout == "out, in":
+        window = grows[2:]
+    else:
+        window = grows[:-2]
+        # The first dimension may count the layers of a stacked array.
+        if label.in_block and "*" not in name:
+            window = window[1:]
+    return any(window)
 
 
 def _role_of_matrix(name: str, shapes: Mapping[str, Sequence[Shape]]) -> str:

@@ -388,6 +388,43 @@ def test_a_factor_on_branches_is_judged_alike_as_a_multiplier_of_their_last_matr
         assert as_multiplier == as_branch
 
 
+def heads_of_flax(width: int, name: str, heads: int) -> Contents:
+    """Return `network` in JAX's layout, whose queries, keys and values have three dimensions."""
+    contents = network(width, head_dim=width // heads, attention=heads / width)
+    renamed: Contents = {}
+    for path, entry in contents.items():
+        if not path.endswith("weight"):
+            renamed[path] = entry
+            continue
+        shape = entry["shape"][::-1] if "wte" not in path else entry["shape"]
+        for letter in "qkv":
+            if f"{letter}_proj" in path:
+                shape = [width, heads, width // heads]
+                path = path.replace(f"{letter}_proj", name.format(letter))
+        renamed[path.replace("weight", "kernel")] = {**entry, "shape": shape}
+    return renamed
+
+
+@pytest.mark.parametrize("heads", [(4, 16), (4, 4)])
+def test_a_matrix_with_heads_and_no_known_name_is_asked_for(heads: tuple[int, int]):
+    """It was taken for a readout or for the matrix of patches, with a fan-in of width x heads."""
+
+    def files(name: str) -> list[Contents]:
+        return [heads_of_flax(64, name, heads[0]), heads_of_flax(256, name, heads[1])]
+
+    assert verified(*files("{}_proj")).code == 0
+    done = shown(*files("to{}"))
+    assert done.code == 2
+    assert (
+        "nothing says what h.*.attn.toq.kernel, h.*.attn.tok.kernel, h.*.attn.tov" in done.message
+    )
+    roles = "--role '*.toq.kernel=query' --role '*.tok.kernel=key' --role '*.tov.kernel={}'"
+    assert verified(*files("to{}"), flags=roles.format("value")).code == 0
+    done = shown(*files("to{}"), flags=roles.format("hidden"))
+    assert done.code == 2
+    assert "write --role 'h.*.attn.tov.kernel=value' for [width, heads, head_dim]" in done.message
+
+
 BRANCH_ENDS = ("block.attention.out", "block.mlp.down")
 
 
