@@ -437,9 +437,6 @@ def _has_heads(name: str, label: Label, file_shapes: Sequence[Shape]) -> bool:
 
     The window of a convolution does not grow. The matrix has dimensions of heads then, such as
     [width, heads, head_dim], and nothing shows which dimensions it reads.
-
-    Args:
-        file_shapes: Shape in each file.
     """
     grows = _growing_dimensions(file_shapes)
     if label.layout == "out, in":

@@ -107,10 +107,10 @@ def _learned(matrices: Matrices, use: OperandUse) -> Constraint:
     for user in _before_others(flow, node):
         # Tokens start a stream. What is added to other tokens is a bias or a position, and what
         # multiplies them is a gain.
-        others = [operand for operand in user.inputs if not flow.precedes(node, operand)]
-        if user.op in ADDS and others:
+        tokens = [operand for operand in user.inputs if not flow.precedes(node, operand)]
+        if user.op in ADDS and tokens:
             raise Refusal("it is added to other tokens; declare its role")
-        if user.op in ("mul", "div") and any(other.kind == "activation" for other in others):
+        if user.op in ("mul", "div") and any(token.kind == "activation" for token in tokens):
             raise Refusal("it multiplies other tokens; declare its role")
     for attention in matrices.attentions:
         logits = attention.logits
