@@ -157,7 +157,7 @@ def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
         MupaxError: The command's own checks refused its values.
     """
     parsed, unread = parse_known(command, prog, with_dashed_values(argv, command))
-    refuse(unread, flags(command), prog)
+    refuse(unread, flags(command), help_line(prog))
     return parsed
 
 
@@ -168,6 +168,7 @@ def parse_known(
     default: T | None = None,
     description: str | None = None,
     flag_help: FlagHelp | None = None,
+    help_hint: str | None = None,
 ) -> tuple[T, list[str]]:
     """Parse a command line. Return an instance of `command`, and the words that were not read.
 
@@ -178,6 +179,7 @@ def parse_known(
         default: Command whose values the flags change. By default the fields' own defaults.
         description: Text above the flags in `--help`. By default the docstring of `command`.
         flag_help: Flags that `--help` lists. By default all.
+        help_hint: Last line of an error. By default `help_line(prog)`.
 
     Raises:
         SystemExit: Code 0, after `--help` was printed.
@@ -218,7 +220,8 @@ def parse_known(
             raise
         error = _own_error(stop)
         if error is None:
-            error = UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}")
+            hint = help_line(prog) if help_hint is None else help_hint
+            error = UsageError(f"{_unboxed(message.getvalue())}\n{hint}")
         # tyro's traceback says nothing to a user, and the message is complete.
         raise error from None
 
@@ -384,9 +387,7 @@ def _without(words: Sequence[str], unread: Sequence[str]) -> list[str]:
     return read
 
 
-def refuse(
-    unread: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help"
-) -> None:
+def refuse(unread: Sequence[str], flags: Sequence[str], help_hint: str) -> None:
     """Raise UsageError if parsing left words unread, and do nothing otherwise.
 
     The message is about the first word that begins with a dash, and names at most two similar
@@ -395,26 +396,24 @@ def refuse(
     Args:
         unread: Words of the command line that were not read.
         flags: Every flag of the command, with its dashes.
-        prog: Words before the flags, such as `mupax sweep`.
-        all_flags: Words that list all flags, for the message.
+        help_hint: Last line of the message, such as `help_line` returns.
 
     Raises:
         UsageError: `unread` is not empty.
     """
     if not unread:
         return
-    help_line = _help(prog, all_flags)
     unknown_flags = [word for word in unread if word.startswith("-")]
     if not unknown_flags:
         raise UsageError(
             f"nothing takes the word {unread[0]!r}; write flags as --NAME VALUE, and switches such "
-            f"as --resume without a value\n{help_line}"
+            f"as --resume without a value\n{help_hint}"
         )
 
     flag = unknown_flags[0].partition("=")[0].replace("_", "-")
     # Users often write a section in place of its name, such as --optimizer for --optimizer.name.
     if f"{flag}.name" in flags:
-        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_line}")
+        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_hint}")
 
     # --help is tyro's own flag, and no field of the command.
     likeness = {name: _likeness(flag, name) for name in (*flags, "--help")}
@@ -425,7 +424,7 @@ def refuse(
     hint = "none is like it"
     if near:
         hint = f"did you mean {' or '.join(near)}?"
-    raise UsageError(f"no flag is named {flag}; {hint}\n{help_line}")
+    raise UsageError(f"no flag is named {flag}; {hint}\n{help_hint}")
 
 
 def flags(owner: Any) -> list[str]:
@@ -826,8 +825,13 @@ def summary(described: Any) -> str:
     return doc.partition("\n")[0]
 
 
-def _help(prog: str, all_flags: str = "--help") -> str:
-    """Return the line of a message that tells how to list all flags."""
+def help_line(prog: str, all_flags: str = "--help") -> str:
+    """Return the line of a message that tells how to list all flags.
+
+    Args:
+        prog: Words before the flags, such as `mupax sweep`.
+        all_flags: Words that list all flags.
+    """
     return f"`{prog} {all_flags}` lists all flags"
 
 

@@ -43,7 +43,7 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
             parsed, unknown = command_line.parse_known(
                 options, program, words, description=module.__doc__
             )
-        command_line.refuse(unknown, command_line.flags(options), program)
+        command_line.refuse(unknown, command_line.flags(options), command_line.help_line(program))
     except MupaxError as error:
         refuse(str(error))
     finally:

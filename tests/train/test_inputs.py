@@ -98,6 +98,7 @@ def texts_and_records() -> dict[str, str | bytes]:
         "cut.yaml": "recipe: lm-tiny\nmodel: {depth: ",
         "typo.yaml": "recipe: lm-tiny\nstpes: 5\n",
         "no-recipe.yaml": "steps: 5\n",
+        "images.yaml": "recipe: vit-digits\n",
     }
 
 

@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from tyro import conf
 
@@ -144,6 +144,33 @@ class Command:
         at_least("", self, 0, "restart")
 
 
+class FlagReader(NamedTuple):
+    """Command that takes flags of a run and trains none, such as `mupax check`."""
+
+    name: str
+    """Words of the command, such as `check`."""
+    own_flags: Sequence[str]
+    """Flags of the command itself, which it has read."""
+    read: tuple[str, ...]
+    """Beginnings of the run's flags that it reads, such as `--model`."""
+
+    def help_line(self, name: str, model: configs.ModelConfig) -> str:
+        """Return the line of a message that tells how to list the flags.
+
+        Args:
+            name: First word of the command, which may be no recipe.
+            model: Model of the run, for a recipe of the same family.
+        """
+        own = f"`mupax {self.name} --help` says what it reads"
+        recipe = name if is_recipe(name) else _RECIPE_OF_FAMILY.get(model.family)
+        if recipe is None:
+            return own
+        return f"{own}; `mupax train {shlex.quote(recipe)} --help all` lists a run's flags"
+
+
+_RECIPE_OF_FAMILY = {"decoder": "lm-tiny", "encoder-decoder": "ed-tiny", "vit": "vit-digits"}
+"""Family of a model to a small recipe, whose help lists the flags for a model without a recipe."""
+
 FILES = (".json", ".yaml", ".yml")
 """Endings of a config file's path."""
 
@@ -154,6 +181,7 @@ def parse(
     argv: Sequence[str],
     more_flags: Sequence[str] = (),
     infers_sizes: bool = True,
+    reader: FlagReader | None = None,
 ) -> Command:
     """Return the recipe with the flags of `argv` applied, checked as far as JAX is not needed.
 
@@ -168,6 +196,8 @@ def parse(
             flag may suggest one of them.
         infers_sizes: Let data other than the recipe's set the classes, channels and image size of
             a model of images, unless a flag sets them.
+        reader: Command for the message about a wrong flag, if its flags are not those of
+            `mupax train NAME`.
 
     Raises:
         SystemExit: With code 0, after `--help` was printed.
@@ -176,7 +206,7 @@ def parse(
             never reads.
         PresetError: The preset, tuned or not, does not exist, or a constant is out of range.
     """
-    prog = f"mupax train {name}"
+    prog = f"mupax train {shlex.quote(name)}"
     # Models and mixtures before tyro: they change the defaults that `--help` prints.
     default = _with_mix(_with_model(recipe(), argv), argv)
     if infers_sizes:
@@ -196,11 +226,17 @@ def parse(
     listing = None
     if {"-h", "--help"} & set(argv):
         listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
+    help_line = command_line.help_line(prog, "--help all")
+    known_flags = [*command_line.flags(start), *more_flags]
+    if reader is not None:
+        help_line = reader.help_line(name, default.model)
+        known_flags = [flag for flag in known_flags if flag.startswith(reader.read)]
+        known_flags += reader.own_flags
     command, unread = command_line.parse_known(
-        Command, prog, argv, start, inspect.getdoc(recipe), listing
+        Command, prog, argv, start, inspect.getdoc(recipe), listing, help_line
     )
     # tyro's own error would not name the nearest flag.
-    command_line.refuse(unread, [*command_line.flags(start), *more_flags], prog, "--help all")
+    command_line.refuse(unread, known_flags, help_line)
 
     config = command.config
     if tuned_preset is not None:

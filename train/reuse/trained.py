@@ -733,7 +733,8 @@ def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> T
     if tokenizer is not None and saved.step is None:
         # The separator of weights is a token of their own tokenizer.
         start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
-    config = cli.parse(command, lambda: start, run_flags, infers_sizes=False).config
+    reader = cli.FlagReader(command, (), READ)
+    config = cli.parse(command, lambda: start, run_flags, infers_sizes=False, reader=reader).config
     is_run = saved.step is not None
     if tokenizer is not None and is_run and tokenizer == recorded_tokenizer(saved.workdir):
         # The flag names the run's own tokenizer. `bpe:SIZE` would make another one from other text.

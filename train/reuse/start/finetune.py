@@ -197,7 +197,8 @@ def command(argv: Sequence[str]) -> cli.Command:
         has_tokenizer = any(word.partition("=")[0] == "--data.tokenizer" for word in other_words)
         defaults = _text(args.folder, origin, model, has_tokenizer)
     own_flags = ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"]
-    run = cli.parse(NAME, lambda: defaults.config, other_words, own_flags, False)
+    reader = cli.FlagReader(NAME, own_flags, ("--",))
+    run = cli.parse(NAME, lambda: defaults.config, other_words, infers_sizes=False, reader=reader)
     terminal.note(_summary(run.config, defaults, origin, args.lora))
     return run
 

@@ -155,7 +155,8 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
     start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare_run
     optimizer_words = ["--optimizer.name", args.optimizer] if args.optimizer else []
-    config = cli.parse(f"balance {args.name}", start, [*rest, *optimizer_words]).config
+    reader = cli.FlagReader("presets balance", command_line.flags(Balance), READ)
+    config = cli.parse(args.name, start, [*rest, *optimizer_words], reader=reader).config
     if config.data.document_mask:
         raise configs.ConfigError(
             "balance measures windows whose tokens see all before them; "

@@ -451,7 +451,7 @@ def _sweep_command(args: Check, config: Config, rest: Sequence[str]) -> str | No
     if args.optimizer is not None:
         words += ["--optimizer.name", args.optimizer]
     try:
-        run = cli.parse(f"sweep {words[0]}", cli.recipe(words[0]), words[1:]).config
+        run = cli.parse(words[0], cli.recipe(words[0]), words[1:]).config
     except MupaxError:
         # The checked preset may not take the constants of the recipe.
         return None
@@ -612,7 +612,9 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         return _bare_run(args.model)
 
     start = cli.recipe(args.model) if is_recipe else bare_run
-    parsed = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check))
+    read = ("--model",) if args.grow not in RUN_AXES else ("--",)
+    reader = cli.FlagReader("check", command_line.flags(Check), read)
+    parsed = cli.parse(args.model, start, rest, reader=reader)
     cli.refuse_session_flags("mupax check", parsed)
     config = parsed.config
 
