@@ -64,7 +64,7 @@ class Prepare:
             return self._run()
 
     def _run(self) -> int:
-        from mupax.train.config.data import fields_of_kinds, source, source_key
+        from mupax.train.config.data import fields_of_kinds, source, source_key, unread_fields
         from mupax.train.data import cache
 
         if self.name.startswith(("text:", "records:")):
@@ -75,11 +75,13 @@ class Prepare:
                 )
             return self._tokenize()
         # Only `_tokenize` reads the other flags.
-        for flag in changed_flags(self, fields_of_kinds()):
+        for flag in changed_flags(self, fields_of_kinds() - {"data_dir"}):
             raise UsageError(
                 f"{flag} is of text:PATH and records:PATH, which this command tokenizes, and "
                 f"{self.name} is neither; leave it out"
             )
+        for flag in changed_flags(self, unread_fields([self.name])):
+            raise UsageError(f"{flag} is not read with the data {self.name}; leave it out")
         if source_key(self.name) is None:
             return _prepare_published(self.name, self.data_dir)
         prepare = source(self.name).prepare

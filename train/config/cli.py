@@ -24,7 +24,7 @@ from mupax.config_fields import Listed, affects_of
 from mupax.disk import path_of
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
-from mupax.train.config.data import fields_of_kinds, source
+from mupax.train.config.data import CACHE_HINT, unread_fields
 from mupax.train.config.preset import preset_of, unnamed_axes, with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
@@ -553,14 +553,15 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
     # Training data and evaluation sets share these fields. It is enough if one of them reads a
     # field.
     places = [data.name, *data.evaluation_sets.values()]
-    unread = fields_of_kinds().difference(*(source(place).reads for place in places))
+    unread = unread_fields(places)
     for flag in sorted(flags):
         if not flag.startswith("--data."):
             continue
         name = flag.removeprefix("--data.").removeprefix("no-")
         field = name.partition(".")[0].replace("-", "_")
         if field in unread:
-            raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")
+            hint = CACHE_HINT if field == "data_dir" else ""
+            raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out{hint}")
 
 
 def _unread_optimizer_fields(config: Config) -> dict[str, str]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
@@ -148,6 +148,7 @@ _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", 
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
+_PREPARED = frozenset({"data_dir"})
 _OWN_TEXT = DataKind(
     Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}
 )
@@ -155,13 +156,13 @@ SOURCES: dict[str, DataKind] = {
     "python_corpus": DataKind(
         Lazy(lambda: _import_text().python_corpus),
         "tokens",
-        _TEXT,
+        _TEXT | _PREPARED,
         prepare=Lazy(lambda: _import_builders().prepare_python_corpus),
     ),
     "digits": DataKind(
         Lazy(_import_digits),
         "images",
-        _IMAGES | {"split"},
+        _IMAGES | _PREPARED | {"split"},
         ImageSizes(10, 1, 8, scaled=False),
         prepare=Lazy(lambda: _import_builders().prepare_digits),
     ),
@@ -174,14 +175,14 @@ SOURCES: dict[str, DataKind] = {
     "cifar5m": DataKind(
         Lazy(lambda: _import_cifar5m().cifar5m),
         "images",
-        _IMAGES,
+        _IMAGES | _PREPARED,
         ImageSizes(10, 3, 32, scaled=False),
         prepare=Lazy(lambda: _import_cifar5m().prepared_parts),
     ),
     "fashion": DataKind(
         Lazy(lambda: _import_idx().fashion),
         "images",
-        _IMAGES | {"limits"},
+        _IMAGES | _PREPARED | {"limits"},
         ImageSizes(10, 1, 28, scaled=False),
     ),
     "idx:PATH": DataKind(
@@ -191,7 +192,10 @@ SOURCES: dict[str, DataKind] = {
         Lazy(lambda: _import_idx().sizes),
     ),
     "mix": DataKind(
-        Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}
+        Lazy(_import_mixture),
+        "tokens",
+        # A part of the mixture may be a prepared data set.
+        _TEXT | _CHAT | _RECORD_FILES | _PREPARED | {"mix", "stream"},
     ),
     "text:PATH": _OWN_TEXT,
     "records:PATH": _OWN_TEXT,
@@ -206,6 +210,8 @@ SOURCES: dict[str, DataKind] = {
 }
 """Pattern of data.name to the kind of data. To add a kind, write its loader and a line here
 (docs/howto/extend.md has an example)."""
+CACHE_HINT = ", or set the environment variable MUPAX_DATA to the folder of the cache"
+"""End of a message about `data_dir`, for data that are no prepared data set."""
 _PUBLISHED: dict[str, Task] = {
     **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
     **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),
@@ -233,9 +239,24 @@ def source(name: str) -> DataKind:
     return DataKind(
         Lazy(lambda: _import_published().tfds_data),
         task,
-        frozenset({"train_percent"}) | reads_by_task[task],
+        _PREPARED | {"train_percent"} | reads_by_task[task],
         Lazy(lambda: _import_published().sizes),
     )
+
+
+def unread_fields(names: Iterable[str]) -> frozenset[str]:
+    """Return the fields of `DataConfig` that none of some data read and other kinds of data do.
+
+    Args:
+        names: Data as `data.name` takes them.
+    """
+    unread = set(fields_of_kinds())
+    for name in names:
+        kind = source(name)
+        unread -= kind.reads
+        if kind.prepare is not None:  # a plugin need not name the folder that it is given
+            unread -= _PREPARED
+    return frozenset(unread)
 
 
 def fields_of_kinds() -> frozenset[str]:

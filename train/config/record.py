@@ -37,7 +37,14 @@ from mupax.plugins import (
 )
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
-from mupax.train.config.data import SIZES_OF_IMAGES, SOURCES, PixelsConfig, source, source_key
+from mupax.train.config.data import (
+    SIZES_OF_IMAGES,
+    SOURCES,
+    PixelsConfig,
+    source,
+    source_key,
+    unread_fields,
+)
 from mupax.train.config.metrics import METRICS, metric_name
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
@@ -706,8 +713,12 @@ def words(config: Config) -> list[str] | None:
         changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
 
     not_of_the_run = _fields_of_one_start(config)
+    unread = unread_fields([config.data.name, *config.data.evaluation_sets.values()])
     for name, value in changed.items():
-        if name in not_of_the_run:
+        section, _, field = name.partition(".")
+        # The command line refuses a flag that the data do not read.
+        is_unread = section == "data" and field.partition(".")[0] in unread
+        if name in not_of_the_run or is_unread:
             continue
         # Flags have hyphens where fields have underscores.
         owner, dot, field = name.replace("_", "-").rpartition(".")

@@ -179,12 +179,12 @@ def refuse_unread_flags(command: Any, sources: Iterable[str]) -> None:
     Raises:
         DataError: The message names the flag and the sources.
     """
-    from mupax.train.config.data import fields_of_kinds, source
+    from mupax.train.config.data import CACHE_HINT, unread_fields
 
     names = list(sources)
-    unread = fields_of_kinds().difference(*(source(name).reads for name in names))
-    for flag in changed_flags(command, unread):
-        raise DataError(f"{flag} is not read with the data {', '.join(names)}; leave it out")
+    for flag in changed_flags(command, unread_fields(names)):
+        hint = CACHE_HINT if flag == "--data-dir" else ""
+        raise DataError(f"{flag} is not read with the data {', '.join(names)}; leave it out{hint}")
 
 
 def changed_flags(command: Any, names: Collection[str]) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from mupax import MupaxError
 from mupax.__main__ import main
 from mupax.train.config import cli
-from mupax.train.config.recipes import RECIPES
+from mupax.train.config.recipes import RECIPES, lm_tiny
+from mupax.train.config.record import command_of, to_json
 from mupax.train.config.run import Config
 from tests.fixtures.command_line import Capture, printed, refused, started
 
@@ -201,6 +205,10 @@ def test_control_values_behind_one_flag_and_a_repeated_flag_of_one_value(capsys:
         ),
         ("--data.split writer", "--data.split is not read with the data python_corpus"),
         ("--data.no-augment", "--data.no-augment is not read with the data python_corpus"),
+        *[
+            (f"--data.name {name} --data.data-dir d", f"data {name}; leave it out, or set the env")
+            for name in ("text:a.txt", "records:a.jsonl", "chat:a.jsonl", "hf:owner/name")
+        ],
     ],
 )
 def test_values_that_do_not_fit(
@@ -213,6 +221,16 @@ def test_values_that_do_not_fit(
 def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> None:
     printed(capsys, "lm-tiny", "--optimizer.name", "sgd", "--optimizer.momentum", "0.8")
     printed(capsys, "lm-tiny", "--optimizer.name", "adam")
+    printed(capsys, "lm-tiny", "--data.data-dir", "d")
+    printed(capsys, "lm-tiny", "--data.name", "c4", "--data.data-dir", "d")
+    printed(
+        capsys,
+        *["lm-tiny", "--data.mix", "a=text:a.txt", "b=python_corpus", "--data.data-dir", "d"],
+    )
+    printed(
+        capsys,
+        *["lm-tiny", "--data.name", "text:a", "--data.evaluate", "b=c4", "--data.data-dir", "d"],
+    )
     printed(
         capsys,
         "lm-tiny",
@@ -252,6 +270,18 @@ def test_messages_hold_on_a_terminal_with_colours(
     assert (
         "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err
     )
+
+
+def test_a_saved_run_may_name_a_folder_that_its_data_do_not_read(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = lm_tiny()
+    data = dataclasses.replace(run.data, name="text:a.txt", data_dir="d")
+    run = dataclasses.replace(run, data=data)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(to_json(run)))
+    assert printed(capsys, str(file)).data.data_dir == "d"
+    assert command_of(run) == "mupax train lm-tiny --data.name text:a.txt"
 
 
 def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
