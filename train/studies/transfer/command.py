@@ -213,7 +213,7 @@ def _report(
     report.report_of(judged, control, command).show()
     terminal.say(f"report in {page}")
     if args.save_tuned:
-        path, use = tuned.save(args.save_tuned, label, judged, command)
+        path, use = tuned.save(args.save_tuned, label, judged, command, takes_rates=False)
         terminal.say(tuned.saved_message(path, use))
     if args.predict:
         from mupax.train.studies.forecast import of_study

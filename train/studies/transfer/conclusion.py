@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from mupax.train.config import record
 from mupax.train.studies.report import Step
-from mupax.train.studies.sweep.grids import at_rate, without_flags
+from mupax.train.studies.sweep.grids import at_rate, power, without_flags
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, Interval
-from mupax.train.studies.transfer.study import Measured
+from mupax.train.studies.transfer.study import MOST_RATES, Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
 CLOSE = 0.05
@@ -134,7 +134,7 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
         fitted = analysis.fits[index]
         if fitted.trouble:
             size = analysis.sizes[index]
-            return f"{axis} {size} has no best learning rate, because {fitted.why}."
+            return f"{axis} {size} has no best learning rate, because {fitted.trouble}."
     if analysis.seeds < 2:
         return f"{used}, and one seed has no interval. Three seeds or more may decide it."
 
@@ -163,7 +163,8 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     """Return what to propose after the studies of a command: sentences, most with a command.
 
     Each decided study of the first preset gets a step on how to train its largest size. If studies
-    are undecided, one more step repeats the command with more seeds.
+    are undecided, one more step repeats the command with more seeds. A smallest or largest size
+    whose best rate is at the end of its grid gets the command that searches further.
 
     Args:
         studies: All studies, those of the control included.
@@ -176,7 +177,10 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     subjects = main_studies(studies, control)
     first = subjects[0][0].study.label
     for measured, analysis in subjects:
-        if analysis.verdict == "undecided":
+        further = _further_search(measured, analysis, command)
+        if further is not None:
+            steps.append(further)
+        elif analysis.verdict == "undecided":
             limits += _limits(measured, analysis)
         elif measured.study.label == first:
             steps.append(_training(measured, analysis))
@@ -193,8 +197,8 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
     """Return what to do after a study that is decided: a sentence, and in most cases a command.
 
     If the best rate transfers, the command trains the largest size at the best rate of the
-    smallest. Otherwise it trains the largest size at its own best rate. If the study did not find
-    that rate, there is no command, and the sentence says to search it on a wider grid.
+    smallest. Otherwise it trains the largest size at its own best rate. If more rates would not
+    find that rate, there is no command.
     """
     axis = measured.study.axis
     large = f"{axis} {analysis.sizes[-1]}"
@@ -203,8 +207,55 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
         command = _run(measured, analysis, 0)
         return Step(f"Next: train {large} at the rate of {small}", command)
     if analysis.fits[-1].trouble:
-        return Step(f"Next: find the best rate of {large} by itself, on a wider grid")
+        return Step(f"Next: find the best rate of {large} by itself")
     return Step(f"Next: train {large} at its own best rate", _run(measured, analysis, -1))
+
+
+def _further_search(measured: Measured, analysis: Analysis, command: str) -> Step | None:
+    """Return how to find the best rate of a size that has it at the end of its grid, or `None`.
+
+    The first of the smallest and the largest size counts. The size may have had all of its rates
+    or, if the minutes ended, some. There is no flag for the rates of a study. Its smallest size is
+    searched around the recipe's peak rate, and each other size around the best rate of the size
+    before.
+
+    Args:
+        command: Command of this study.
+    """
+    for index in (0, -1):
+        curve = measured.curves[index]
+        missing = curve.missing()
+        if not analysis.fits[index].trouble or not missing:
+            continue
+        size = f"{measured.study.axis} {analysis.sizes[index]}"
+        if len(curve.x) < MOST_RATES:
+            minutes = max(1, math.ceil(2 * measured.seconds / 60))
+            words, _ = without_flags(shlex.split(command), ("--minutes",))
+            again = shlex.join([*words, "--minutes", f"{minutes}"])
+            return Step(f"Next: find the best rate of {size} in more minutes", again)
+
+        end = missing[-1]  # the farthest from the best rate
+        if index == 0:
+            words, _ = without_flags(shlex.split(command), ("--optimizer.peak-lr",))
+            again = shlex.join([*words, "--optimizer.peak-lr", f"{2.0**end:.6g}"])
+            return Step(f"Next: search {size} from the end of its rates on", again)
+        sweep = _sweep_from(measured, float(curve.x[curve.best]), end)
+        return Step(f"Next: search {size} by itself, from the end of its rates on", sweep)
+    return None
+
+
+def _sweep_from(measured: Measured, best: float, end: float) -> str:
+    """Return a command that sweeps four octaves of rates at the largest size, beside its best one.
+
+    Args:
+        best: log2 of the best rate, which is at the end of the grid.
+        end: log2 of a rate beyond that end.
+    """
+    config = record.command_of(measured.study.configs[-1])
+    words, _ = without_flags(shlex.split(config), ("--optimizer.peak-lr",))
+    low, high = sorted((best, best + math.copysign(4, end - best)))
+    grid = f"{power(2.0**low)}:{power(2.0**high)}:9"
+    return shlex.join(["mupax", "sweep", *words[2:], "--lr", grid])
 
 
 def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:

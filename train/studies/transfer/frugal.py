@@ -102,7 +102,7 @@ def report(
                 # searched in full.
                 smallest = analyse(study.study.sizes[:1], [study.curve(0)])
                 judged.append((study, smallest))
-        written, use = tuned.save(save, label, judged[:1], command)
+        written, use = tuned.save(save, label, judged[:1], command, takes_rates=False)
         terminal.say(tuned.saved_message(written, use))
 
     for record in records:

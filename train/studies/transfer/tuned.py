@@ -99,6 +99,8 @@ def save(
     judged: Sequence[tuple[Measured, Analysis]],
     command: str,
     loss: str = "training",
+    *,
+    takes_rates: bool = True,
 ) -> tuple[Path, str]:
     """Write a tuned preset with the best learning rate of the smallest size of a study.
 
@@ -113,6 +115,8 @@ def save(
             same base as that of the first one.
         command: Command line of the studies, which the file records.
         loss: Loss of the studies, "training" or "evaluation".
+        takes_rates: True if a flag of the command names the rates. Otherwise a study looks for them
+            around the recipe's peak rate.
 
     Returns:
         Path of the file, and the argument of `--preset` that uses it.
@@ -135,9 +139,11 @@ def save(
     config = measured.study.configs[0]
     if fitted.trouble:
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
-        raise NoMinimum(
-            f"every point is trained, but there is no rate to save: {where}, {fitted.why}"
-        )
+        why = fitted.why
+        if fitted.missing and not takes_rates:
+            end = 2.0 ** fitted.missing[-1]
+            why = f"{fitted.trouble}; --optimizer.peak-lr {end:.6g} searches from there on"
+        raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {why}")
 
     models = set()
     transfer = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.sweep import sweep
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command as transfer_command
+from mupax.train.studies.transfer.tuned import NoMinimum
 from mupax.zoo.configs import ConfigError
 from tests.train.studies.transfer.test_study import Trained
 
@@ -97,6 +99,53 @@ def test_what_is_not_decided_says_how_many_seeds_would_and_the_command_decides_i
         seeds += more
     assert seeds > 3
     assert any(line.startswith(("Keep the learning rate", "Retune")) for line in out.splitlines())
+
+
+def typed_next(out: str, sentence: str) -> list[str]:
+    """Return the words of the command that is proposed below a sentence."""
+    lines = out.splitlines()
+    index = next(i for i, line in enumerate(lines) if line.startswith(sentence))
+    return shlex.split(lines[index + 1])
+
+
+def test_a_best_rate_beyond_all_rates_is_found_by_the_command_that_is_proposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--save-tuned", "far", "--minutes", "99"]
+    with pytest.raises(NoMinimum, match=r"no rate to save: .* --optimizer.peak-lr \S+ searches"):
+        command(tmp_path, *words, run=Trained(optimum=6.2))
+    out = capsys.readouterr().out
+    assert "head_dim 16 has no best learning rate, because its best rate is at the end of" in out
+    assert "train at" not in out
+    rate = typed_next(out, "Next: search head_dim 16 from the end of its rates on")[-2:]
+    assert rate[0] == "--optimizer.peak-lr"
+    assert command(tmp_path, *words, *rate, run=Trained(optimum=6.2)) == 0
+    assert "Next: train head_dim 64 at the rate of head_dim 16" in capsys.readouterr().out
+
+
+def test_a_largest_size_whose_rates_all_fall_is_swept_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert command(tmp_path, "--minutes", "99", run=Trained(moves=-12)) == 0
+    out = capsys.readouterr().out
+    typed = typed_next(out, "Next: search head_dim 64 by itself")
+    assert typed[1:3] == ["sweep", "lm-tiny"]
+    assert main([*typed[1:], "--dry-run"]) == 0
+    assert "9 points, rates 2^-17.5 2^-17 2^-16.5 " in capsys.readouterr().out
+
+
+def test_minutes_that_end_the_search_for_rates_are_more_in_the_command_that_is_proposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = Trained(moves=-3, seconds=60)
+    assert command(tmp_path, "--minutes", "60", run=run) == 0
+    minutes = typed_next(
+        capsys.readouterr().out, "Next: find the best rate of head_dim 64 in more minutes"
+    )[-2:]
+    assert minutes[0] == "--minutes"
+    assert command(tmp_path, *minutes, run=Trained(moves=-3, seconds=60)) == 0
+    assert "Retune the learning rate" in capsys.readouterr().out
 
 
 def test_one_seed_is_never_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -249,8 +249,11 @@ class Trained:
     Under sp it drifts an octave per doubling of head_dim.
     """
 
-    def __init__(self, shift: float = 0.05, seconds: float = 1.0) -> None:
+    def __init__(
+        self, shift: float = 0.05, seconds: float = 1.0, optimum: float = -6.3, moves: float = 0.0
+    ) -> None:
         self.configs: list[Config] = []
+        self._optimum, self._moves = optimum, moves
         self._shift, self._seconds = shift, seconds
 
     def __call__(self, configs: Sequence[Config]) -> list[Row]:
@@ -260,7 +263,8 @@ class Trained:
     def _row(self, config: Config) -> Row:
         x, doublings = math.log2(config.optimizer.peak_lr), math.log2(config.model.heads_dim / 16)
         moved = self._shift * np.random.default_rng([config.seed, config.model.heads_dim]).normal()
-        off = x - (-6.3 - (doublings if config.preset.name == "sp" else 0) + moved)
+        drift = self._moves * doublings - (doublings if config.preset.name == "sp" else 0)
+        off = x - (self._optimum + drift + moved)
         loss = 2 - 0.1 * doublings + 0.05 * off**2 if off < 2.2 else math.inf
         at = None if math.isfinite(loss) else 3
         return Row(
