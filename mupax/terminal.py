@@ -42,7 +42,7 @@ MESSAGE_LINES = 10
 """Maximum number of lines of a message about bad input."""
 UNBOUNDED = 1_000_000
 """Width of a pipe or file, in columns."""
-_USUAL_WIDTH = 80
+USUAL_WIDTH = 80
 """Width of a terminal that does not know its own."""
 _EXIT_S = 5.0
 """Seconds that the process may take to end after its command has returned."""
@@ -71,9 +71,9 @@ def columns(stream: TextIO | None = None) -> int:
     try:
         width = os.get_terminal_size(output.fileno()).columns
     except OSError:
-        return _USUAL_WIDTH
+        return USUAL_WIDTH
     # A terminal that does not know its size says 0.
-    return width or _USUAL_WIDTH
+    return width or USUAL_WIDTH
 
 
 def wrapped(line: str) -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from mupax.terminal import USUAL_WIDTH
 from mupax.train.config.run import Config
 from mupax.train.run.report.progress import duration
 from mupax.train.studies.sweep.grids import power
@@ -26,6 +27,10 @@ from mupax.zoo import families
 
 METRICS = ("training loss", "evaluation loss")
 """Names of a point's loss without and with an evaluation after its last step."""
+
+
+_CELL = len("diverged")
+"""Width of the widest loss. No rate is wider."""
 
 
 class _Cell(NamedTuple):
@@ -70,7 +75,7 @@ class LiveTable(SweepCallback):
         # A table taller than the terminal is cut at its end, so the bar comes first.
         self._live = Live(
             console=console,
-            get_renderable=lambda: Group(self._bar, self.table()),
+            get_renderable=lambda: Group(self._bar, *self._legend_and_tables()),
             refresh_per_second=4,
             # Removed at the end, because `show` prints the table below the conclusion.
             transient=True,
@@ -88,7 +93,7 @@ class LiveTable(SweepCallback):
         """Print the name of the loss and the table, or nothing if no point has finished."""
         if self._rows:
             self.note(f"{self.metric}, mean over seeds")
-            self._console.print(self.table())
+            self._console.print(*self._legend_and_tables(), sep="\n")
 
     def value(self, row: Row) -> float:
         """Return the loss of a finished point that the table shows.
@@ -150,26 +155,55 @@ class LiveTable(SweepCallback):
         self._bar.advance(self._task, new_share * _cost(self._configs[point]))
         self._shares[point] = share
 
-    def table(self) -> RichTable:
-        """Return the table: learning rates down, columns across, mean losses in the cells.
+    def _legend_and_tables(self) -> list[Text | RichTable]:
+        """Return the columns as one table, or a legend and tables that are narrow enough.
+
+        If labels are too long for one table, columns are numbered, and the legend above has a line
+        for each number. Columns that still do not fit are in further tables below.
+        """
+        # A pipe has no width, and its reader most likely a terminal's.
+        width = min(self._console.width, USUAL_WIDTH)
+        if self._console.is_terminal:
+            width = self._console.width
+        heads = {column: column or "loss" for column in dict.fromkeys(self._columns)}
+        if _table_width(list(heads.values())) <= width:
+            return [self._table(heads)]
+
+        legend: list[Text | RichTable] = []
+        if max(map(len, heads)) > _CELL:
+            heads = {column: f"({number})" for number, column in enumerate(heads, 1)}
+            legend = [Text(f"{head} {column}") for column, head in heads.items()]
+        tables: list[Text | RichTable] = []
+        block: dict[str, str] = {}
+        for column, head in heads.items():
+            if block and _table_width([*block.values(), head]) > width:
+                tables.append(self._table(block))
+                block = {}
+            block[column] = head
+        return [*legend, *tables, self._table(block)]
+
+    def _table(self, heads: dict[str, str]) -> RichTable:
+        """Return a table: learning rates down, columns across, mean losses in the cells.
 
         The lowest finite loss of a column is bold. Any other cell is dim until all of its points
         are finished.
+
+        Args:
+            heads: Label of each column to the text at its head.
         """
-        columns = list(dict.fromkeys(self._columns))
         points_of: dict[_Cell, list[int]] = defaultdict(list)
         for point, config in enumerate(self._configs):
             points_of[_Cell(config.optimizer.peak_lr, self._columns[point])].append(point)
         means = self._mean_losses(points_of)
-        lowest = {column: _lowest(means, column) for column in columns}
+        lowest = {column: _lowest(means, column) for column in heads}
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("rate", justify="right")
-        for column in columns:
-            table.add_column(column or "loss", justify="right")
+        for head in heads.values():
+            table.add_column(head, justify="right")
         for peak_lr in sorted({config.optimizer.peak_lr for config in self._configs}):
             texts = [Text(power(peak_lr))]
-            for column in columns:
+            for column in heads:
                 cell = _Cell(peak_lr, column)
                 mean = means.get(cell, math.nan)
                 style = ""
@@ -201,6 +235,11 @@ class LiveTable(SweepCallback):
             finite_losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
             means[cell] = float(np.mean(finite_losses or [math.nan]))
         return means
+
+
+def _table_width(heads: Sequence[str]) -> int:
+    """Return the width of a table with these heads, at most: a gap and a cell for each column."""
+    return _CELL + sum(2 + max(_CELL, len(head)) for head in heads)
 
 
 def _lowest(means: dict[_Cell, float], column: str) -> float | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from mupax import command_line, presets
 from mupax.__main__ import main
 from mupax.presets.tuned import find
-from mupax.train.config.run import PresetConfig
+from mupax.train.config.run import Config, PresetConfig
 from mupax.train.studies.sweep import command as sweep_command
 from mupax.train.studies.sweep import grids, sweep, trainer
 from mupax.train.studies.sweep.rows import Row
@@ -278,6 +279,15 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
     assert "--judge evaluation needs what --no-eval leaves out" in capsys.readouterr().err
 
 
+def finished(
+    self: sweep.Sweep, configs: Sequence[Config], watcher: sweep.SweepCallback
+) -> list[Row]:
+    """Stand-in for `Sweep.run`. Point n ends at the loss 2 + n / 8."""
+    rows = [row(index, 2 + index / 8, 2 + index / 8) for index in range(len(configs))]
+    watcher.begin(configs, dict(enumerate(rows)))
+    return rows
+
+
 def test_without_evaluation_the_table_has_training_losses_though_an_earlier_sweep_evaluated(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +304,44 @@ def test_without_evaluation_the_table_has_training_losses_though_an_earlier_swee
         out = capsys.readouterr().out
         assert shown in out
         assert hidden not in out
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_table_of_long_labels_has_a_legend_and_80_columns(
+    is_terminal: bool,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if is_terminal:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sweep.Sweep, "run", finished)
+    # 11 columns, of which 80 columns of text hold seven.
+    words = words_of(text, tmp_path, "2^-8:2^-7:2")
+    scales = ",".join(f"{1 + i / 8}" for i in range(11))
+    assert main([*words, "--vary", f"preset.rates.token_embedding={scales}"]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out.partition("mean over seeds\n")[2].partition("rows in")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    assert table[0].split() == ["(1)", "rates.token_embedding", "1.0"]
+    assert table[10].split() == ["(11)", "rates.token_embedding", "2.25"]
+    # Two rates in each table; the points have the losses 2, 2.125, 2.25 and so on.
+    losses = [line.split() for line in table[11:]]
+    assert losses[0] == ["rate", *(f"({i})" for i in range(1, 8))]
+    assert losses[1][:3] == ["2^-8", "2.0000", "2.2500"]
+    assert losses[3] == ["rate", *(f"({i})" for i in range(8, 12))]
+    assert losses[5][-1] == f"{2 + 21 / 8:.4f}"
+
+
+def test_control_a_table_of_short_labels_has_them_at_its_head(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep.Sweep, "run", finished)
+    assert main([*words_of(text, tmp_path, "2^-8:2^-7:2"), "--vary", "optimizer.b2=0.9,0.99"]) == 0
+    table = capsys.readouterr().out.partition("mean over seeds\n")[2].splitlines()
+    assert table[0].split() == ["rate", "b2", "0.9", "b2", "0.99"]
 
 
 @pytest.mark.parametrize(
