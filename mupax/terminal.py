@@ -598,6 +598,20 @@ def _wrapped(line: str, width: int) -> list[str]:
     return [part.replace(_NO_BREAK, " ") for part in lines] or [""]
 
 
+def counted(number: int, noun: str, spec: str = "", plural: str = "") -> str:
+    """Return a number with its noun, such as "1 seed" or "2,000 points".
+
+    Args:
+        noun: Word or words for one, such as `seed` or `file is`.
+        spec: Format of the number, such as `,`.
+        plural: Words for any other number. By default the noun with "s", or "es" behind an "s".
+    """
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number:{spec}} {plural or noun + ending}"
+
+
 def si(number: float) -> str:
     """Return a count with three digits and a letter for its power of 1000, such as `124 M`.
 

@@ -242,6 +242,13 @@ def test_the_installed_command_names_itself(
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("1 class", 1), ("0 classes", 0), ("2,000 classes", 2000)]
+)
+def test_a_number_has_its_noun(text: str, number: int) -> None:
+    assert terminal.counted(number, "class", ",") == text
+
+
 def test_a_command_to_type_has_a_mupax_that_the_shell_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from mupax import disk, terminal
 from mupax.config_fields import names_with
 from mupax.disk import path_of
 from mupax.mappings import drop_keys
+from mupax.terminal import counted
 from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source, source_key
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
@@ -286,7 +287,7 @@ def _line(data_name: str, model: ImageModel) -> str:
     size = model.image_size
     patch = model.patch_size
     return (
-        f"sizes from {data_name}: {model.num_classes} classes, {channels}, "
+        f"sizes from {data_name}: {counted(model.num_classes, 'class')}, {channels}, "
         f"images of {size} x {size} pixels in patches of {patch} x {patch}; "
         "--model.num-classes, --model.channels, --model.image-size and --model.patch-size "
         "set others"

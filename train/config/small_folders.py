@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import NamedTuple
 
+from mupax.terminal import counted
 from mupax.train.config.data import DataConfig, TransformsConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig, OptimizerConfig
@@ -220,6 +221,6 @@ def line(facts: FolderFacts, recipe: FolderRecipe) -> str:
         f"small folder: {facts.images:,} training images in {facts.classes} classes, "
         f"{facts.side} pixels: {MODEL}, images of {image_size} x {image_size} "
         f"in patches of {patch_size} x {patch_size} by {recipe.stem} convolutions, "
-        f"jitter {recipe.jitter:g}, {mirrored}, {cutmix}, {recipe.steps} steps; "
+        f"jitter {recipe.jitter:g}, {mirrored}, {cutmix}, {counted(recipe.steps, 'step')}; "
         "flags change any of it, and --model vit-tiny keeps the recipe as it is"
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mupax import terminal
-from mupax.terminal import gib
+from mupax.terminal import counted, gib
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.costs import memory
 from mupax.train.core.program import Program, assemble
@@ -404,7 +404,7 @@ def search(
     tried = list(candidates(config, chip, devices, slices, batches))
     if not tried:
         raise MeshError(
-            f"no mesh of {len(devices)} chips fits this model and batch; "
+            f"no mesh of {counted(len(devices), 'chip')} fits this model and batch; "
             "write another --data.batch-size"
         )
     memory_budget = topology.ROOM * chip.hbm_bytes
@@ -481,7 +481,7 @@ def _check_experts(config: Config, num_chips: int) -> None:
     if size == 1:
         return
     common = num_chips
-    divided = f"{num_chips} chips"
+    divided = f"{counted(num_chips, 'chip')}"
     # Rules of the user may split something else along this axis.
     if not config.mesh.rules:
         num_experts = config.model.sizes().get("experts")

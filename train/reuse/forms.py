@@ -16,6 +16,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.presets import Form, Preset, PresetError
+from mupax.terminal import counted
 
 if TYPE_CHECKING:
     from mupax.train.core.factors import ParamValues
@@ -91,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= new_config.steps:
         terminal.say(
-            f"which has {new_config.steps} steps, all done: add --steps N, of more than {step}"
+            f"which has {counted(new_config.steps, 'step')}, "
+            f"all done: add --steps N, of more than {step}"
         )
     finish(args.out)
     return 0

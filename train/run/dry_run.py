@@ -18,6 +18,7 @@ import numpy as np
 
 from mupax import terminal
 from mupax.disk import is_remote, path_of, remove_tree
+from mupax.terminal import counted
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import joint
 from mupax.train.config.run import Config, check_extras
@@ -326,7 +327,9 @@ def _costs(program: Program) -> str:
     }
     warmup_steps = config.scaled_optimizer.warmup_steps
     if warmup_steps:
-        costs["warm-up"] = f"{warmup_steps:,} steps, {warmup_steps * units_per_step:,} {unit}s"
+        costs["warm-up"] = (
+            f"{counted(warmup_steps, 'step', ',')}, {warmup_steps * units_per_step:,} {unit}s"
+        )
     if program.inputs.hyper.weight_decay:
         costs["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
     # A dry run may be of a mesh that this machine does not have.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.terminal import counted
 from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
 from mupax.train.config.checks import check_outputs
@@ -416,8 +417,10 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     if numbers.get("ece") is not None:
         rows["calibration"] = f"{100 * numbers['ece']:.2f} % expected error of the confidence"
     if "not_finite" in numbers:
-        rows["not finite"] = f"{numbers['not_finite']:,} images whose logits are NaN or infinite"
-    rows["examples"] = f"{numbers['examples']:,}, {numbers['targets']:,} targets"
+        rows["not finite"] = (
+            f"{counted(numbers['not_finite'], 'image', ',')} whose logits are NaN or infinite"
+        )
+    rows["examples"] = f"{numbers['examples']:,}, {counted(numbers['targets'], 'target', ',')}"
     rows["time"] = f"{numbers['seconds']:.1f} s"
     print(terminal.table([*rows.items()]))
     if "sets" in numbers:

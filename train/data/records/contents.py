@@ -22,6 +22,7 @@ from typing import Any
 
 from mupax import disk
 from mupax.disk import is_remote
+from mupax.terminal import counted
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 
@@ -66,7 +67,7 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
     changed = [name for name in names if name not in current]
     changed_bytes = sum(stamps[name][0] for name in changed)
     if changed_bytes >= _NOTED_BYTES:
-        note(f"reading {len(changed)} files, to see whether they have changed")
+        note(f"reading {counted(len(changed), 'file')}, to see whether they have changed")
     if changed:
         with ThreadPool(min(_THREADS, len(changed))) as pool:
             digests = pool.map(_content_digest, changed, chunksize=8)

@@ -9,6 +9,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from mupax.disk import path_of
+from mupax.terminal import counted
 from mupax.train.data import cache
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens
@@ -135,7 +136,8 @@ def _note_without_answer(files: user_files.Files, note: cache.Note) -> None:
         return
     more = f" and {len(unanswered) - _NAMED} more" if len(unanswered) > _NAMED else ""
     note(
-        f"left out {len(unanswered)} records, in which no assistant speaks that is trained on: "
+        f"left out {counted(len(unanswered), 'record')}, in "
+        "which no assistant speaks that is trained on: "
         f"{', '.join(unanswered[:_NAMED])}{more}"
     )
 
@@ -152,4 +154,7 @@ def _note_windows(name: str, side: Windows, seq_len: int, note: cache.Note) -> N
         lost += f"; {side.cut} longer than {seq_len + 1} tokens were cut"
     if side.without_target:
         lost += f"; {side.without_target} left out, without a token of an answer in it"
-    note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")
+    note(
+        f"{name}: {counted(len(side.spans), 'conversation', ',')} "
+        f"in {counted(side.count, 'window', ',')}{lost}"
+    )

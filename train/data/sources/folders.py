@@ -30,6 +30,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor
 
 from mupax.disk import is_remote, path_of
+from mupax.terminal import counted
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import DataError
@@ -529,7 +530,10 @@ def _without_broken(folder: Folder, config: DataConfig, scan: _Scan, note: cache
         raise DataError(
             f"{first} ({len(broken)} of {scan.count} are broken), or add --data.on-broken skip"
         )
-    note(f"left out, as broken: {len(broken)} of {scan.count} images: {_listed(sorted(broken))}")
+    note(
+        f"left out, as broken: {len(broken)} of "
+        f"{counted(scan.count, 'image')}: {_listed(sorted(broken))}"
+    )
 
     train = [item for item in folder.train if str(item[1]) not in broken]
     eval_ = [item for item in folder.eval if str(item[1]) not in broken]
@@ -684,7 +688,7 @@ def _scanned(
             return results_by_path
 
     def compute() -> dict[str, float]:
-        note(f"decoding {len(files)} images, to find broken ones")
+        note(f"decoding {counted(len(files), 'image')}, to find broken ones")
         looks = look_at(paths)
         numbers = {
             "colour": float(sum(look.colour for look in looks.values())),
@@ -1033,7 +1037,8 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
         raise DataError(f"{path} has no folder of images per class; give a folder that has one")
     filled = _Part({name: files for name, files in part.classes.items() if files}, part.skipped)
     files = _numbered(filled, [*filled.classes])
-    notes = [f"evaluating on all {len(files):,} images of {place}", *summary(part.skipped)]
+    evaluated = counted(len(files), "image", ",")
+    notes = [f"evaluating on all {evaluated} of {place}", *summary(part.skipped)]
     # The same list on both sides marks a folder that is only evaluated.
     return Folder(files, files, [*filled.classes], notes)
 

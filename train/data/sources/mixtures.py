@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mupax.terminal import counted
 from mupax.train import data as sources
 from mupax.train.config.data import DataConfig
 from mupax.train.data import cache, mix
@@ -56,7 +57,7 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
 
     for name, part in parts.items():
         tokens = texts[name].facts.get("train_tokens")
-        count = "a stream" if tokens is None else f"{tokens:,} tokens"
+        count = "a stream" if tokens is None else f"{counted(tokens, 'token', ',')}"
         note(f"{name}: {part.count / mix.BLOCK:.2%} of the examples, {count} of {part.source}")
     return Mixture(config, parts, texts, seed)
 

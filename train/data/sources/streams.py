@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mupax.terminal import counted
 from mupax.train.data import cache
 from mupax.train.data.records import duplicates, splits
 from mupax.train.data.records.broken import BrokenLog
@@ -167,7 +168,8 @@ def _opened(
     separators.check(config, encoder, held_out.tokens, note, is_text=corpus.has_bytes)
     note(
         f"{config.name} is tokenized while it is trained on, in {count} "
-        f"lane{'s' if count > 1 else ''}; {len(held_out.tokens):,} tokens of it to evaluate on"
+        f"lane{'s' if count > 1 else ''}; "
+        f"{counted(len(held_out.tokens), 'token', ',')} of it to evaluate on"
     )
 
     # The digest of the first step identifies the evaluation text, however much of it is used.

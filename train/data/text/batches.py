@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mupax.terminal import counted
 from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text.packing import PackedCorpus
@@ -428,6 +429,6 @@ def check_length(config: DataConfig, side: str, count: int, least: int, seq_len:
         if least > 2:
             advice += ", or a smaller model.seq_len"
         raise DataError(
-            f"the {side} text of {config.name} has {count:,} tokens; "
+            f"the {side} text of {config.name} has {counted(count, 'token', ',')}; "
             f"sequences of {seq_len} need at least {least:,}. {advice}"
         )

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeGuard
 import numpy as np
 
 from mupax import disk
+from mupax.terminal import counted
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.text import shares
@@ -234,7 +235,7 @@ def _pack_side(
                 last_note = time.monotonic()
                 note(
                     f"tokenizing {side}: {facts['documents']:,} of {len(documents):,} parts, "
-                    f"{facts['tokens']:,} tokens"
+                    f"{counted(facts['tokens'], 'token', ',')}"
                 )
     if shared_parts:
         note(f"other processes tokenized {shared_parts:,} of {len(documents):,} parts of {side}")

@@ -12,6 +12,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.terminal import counted
 from mupax.train.checkpoints.command import TEMPLATE_FLAG, ModelFlags
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def write(
             terminal.show(f"--- sample {number}\n{text}{continuation}\n")
 
     count = length * generator.samples
-    cost = f"{count:,} tokens in {time.monotonic() - began:.1f} s"
+    cost = f"{counted(count, 'token', ',')} in {time.monotonic() - began:.1f} s"
     if compiled_tokens:
         cost += f", {compiled_tokens / compiled_s:,.0f} tokens/s once compiled"
     return cost

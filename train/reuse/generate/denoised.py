@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax import terminal
+from mupax.terminal import counted
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
@@ -393,7 +394,9 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
         ]
         written.append(tokenizer.decode(visible_ids))
     seconds = time.monotonic() - began
-    terminal.note(f"{model.described}: {sum(map(len, rows)):,} tokens in {seconds:.1f} s")
+    terminal.note(
+        f"{model.described}: {counted(sum(map(len, rows)), 'token', ',')} in {seconds:.1f} s"
+    )
     return written
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mupax import MupaxError
 from mupax.disk import path_of
+from mupax.terminal import counted
 from mupax.train.config.sections import Step
 from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.decode import Generator
@@ -206,7 +207,8 @@ class Texts:
         count = len(ids) - len(context_ids)
         if not 0 < count <= self.context:
             raise TextError(
-                f"the continuation {continuation[:40]!r} has {count} tokens, and from 1 to "
+                f"the continuation {continuation[:40]!r} has "
+                f"{counted(count, 'token')}, and from 1 to "
                 f"{self.context} can be scored"
             )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.terminal import counted
 from mupax.train.config.record import model_from_json, model_to_json
 from mupax.train.config.run import Config, InitConfig
 from mupax.zoo import configs
@@ -120,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= larger_config.steps:
         console.print(
-            f"which has {larger_config.steps} steps, all done: add --steps N, of more than {step}",
+            f"which has {counted(larger_config.steps, 'step')}, "
+            f"all done: add --steps N, of more than {step}",
             highlight=False,
         )
     finish(args.out)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import __version__
+from mupax.terminal import counted
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
@@ -113,7 +114,8 @@ def _training(source: WeightsSource) -> list[str]:
     step = source.preset.get("step", config.steps)
     rows = [
         f"- data: {_inline(data)}, digest {_inline(str(facts.get('digest')))}",
-        f"- {step} of {config.steps} steps of {config.data.batch_size} examples, "
+        f"- {step} of {counted(config.steps, 'step')} of "
+        f"{counted(config.data.batch_size, 'example')}, "
         f"seed {config.seed}",
         f"- {optimizer.name}, peak rate {optimizer.peak_lr:g}, schedule {optimizer.schedule}, "
         f"weight decay {optimizer.weight_decay:g}",

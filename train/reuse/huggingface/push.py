@@ -17,6 +17,7 @@ from tyro import conf
 from mupax import MupaxError, MupaxFailure, command_line, terminal
 from mupax.command_line import Switch
 from mupax.disk import links_outside
+from mupax.terminal import counted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -82,10 +83,15 @@ def main(argv: Sequence[str]) -> int:
             terminal.say(f"{(folder / name).stat().st_size:>12,}  {name}")
         if api is None:
             visibility = "public" if args.public else "private"
-            terminal.say(f"{len(names)} files for {args.to}, {visibility}; nothing was sent")
+            terminal.say(
+                f"{counted(len(names), 'file')} for {args.to}, {visibility}; nothing was sent"
+            )
             return 0
         _open(api, args.to, args.public)
-        terminal.say(f"{len(names)} files are at {_sent(api, args, folder, names)}")
+        terminal.say(
+            f"{counted(len(names), 'file is', plural='files are')} "
+            f"at {_sent(api, args, folder, names)}"
+        )
     return 0
 
 

@@ -13,6 +13,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.terminal import counted
 from mupax.train.checkpoints.command import ModelFlags
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         # Flushed, so that a program at the other end of a pipe gets each answer at once.
         print(line, flush=True)
 
-    summary = f"{len(paths) - num_failed} of {len(paths)} images by {model.described}"
+    summary = f"{len(paths) - num_failed} of {counted(len(paths), 'image')} by {model.described}"
     if num_failed:
         summary += f"; {num_failed} without an answer"
     terminal.note(summary)

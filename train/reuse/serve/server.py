@@ -29,6 +29,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mupax import command_line, memory, terminal
+from mupax.terminal import counted
 from mupax.train.reuse.serve import fields
 from mupax.train.reuse.serve.fields import ApiError
 from mupax.train.reuse.serve.logs import one_line
@@ -539,7 +540,7 @@ def _log(path: str, token_counts: dict[str, int], began: float) -> None:
     num_read = token_counts["prompt_tokens"]
     num_made = token_counts["completion_tokens"]
     seconds = time.monotonic() - began
-    terminal.note(f"{path}: {num_read} tokens read, {num_made} made in {seconds:.2f} s")
+    terminal.note(f"{path}: {counted(num_read, 'token')} read, {num_made} made in {seconds:.2f} s")
 
 
 def _json(

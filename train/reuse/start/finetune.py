@@ -20,6 +20,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import UsageError
 from mupax.presets.roles import RUN_AXES, Role
+from mupax.terminal import counted
 from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
@@ -224,7 +225,10 @@ def _summary(
 
     jitter = config.data.transforms.jitter
     crops = "" if jitter is None else f"; jitter {jitter:g} in place of crops"
-    return f"finetune: {description}; rate {peak_lr:.3g}, {rate}; {config.steps} steps{crops}"
+    return (
+        f"finetune: {description}; rate {peak_lr:.3g}, "
+        f"{rate}; {counted(config.steps, 'step')}{crops}"
+    )
 
 
 def rate_rule(origin: TrainedModel) -> _RateRule:
@@ -354,7 +358,8 @@ def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
     readout = f"new, {difference}" if difference else "the source's"
     resized: Any = dataclasses.replace(model, num_classes=num_classes)
     config = _config(folder, origin, resized, data, steps, new_params)
-    return _Defaults(config, f"{num_images} images of {num_classes} classes, readout {readout}")
+    inputs = f"{counted(num_images, 'image')} of {counted(num_classes, 'class')}"
+    return _Defaults(config, f"{inputs}, readout {readout}")
 
 
 def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer: bool) -> _Defaults:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from mupax import terminal
 from mupax.disk import is_remote
+from mupax.terminal import counted
 from mupax.train.config.metrics import METRICS, Metric, row_name, shown_everywhere
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
@@ -311,7 +312,7 @@ def summary(
         below.add_row(label, Text(line))
     if files:
         below.add_row("files", Text("\n".join(map(relative, files))))
-    heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
+    heading = Text(f"{name}: {counted(rows[-1]['step'], 'step', ',')} done", "bold")
     content = Group(table, "", below)
     console.print(Panel(content, title=heading, title_align="left", padding=(1, 2), expand=False))
     if then:

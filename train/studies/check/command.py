@@ -17,6 +17,7 @@ from mupax.command_line import Switch
 from mupax.presets import CONSTANT_FLAGS, Preset, horizon
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
+from mupax.terminal import counted
 from mupax.train.config import cli
 from mupax.train.config.checks import check_outputs
 from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
@@ -198,7 +199,8 @@ def _check_preset(args: Check, config: Config, rest: Sequence[str]) -> int:
     seeds = max(finding.seeds for finding in findings)
     if seeds > args.seeds:
         terminal.note(
-            f"note: with {args.seeds} seeds some slopes failed by at most 0.1; measured again with "
+            f"note: with {counted(args.seeds, 'seed')} some "
+            "slopes failed by at most 0.1; measured again with "
             f"{seeds}"
         )
     seconds = time.monotonic() - started
@@ -333,7 +335,10 @@ def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[
     first: Any = models[0]
     last = models[-1]
     if first.task == "images":
-        inputs = f"{first.num_classes:,} classes, {first.image_size} x {first.image_size} pixels"
+        inputs = (
+            f"{counted(first.num_classes, 'class', ',')}, "
+            f"{first.image_size} x {first.image_size} pixels"
+        )
     else:
         inputs = f"vocabulary {first.vocab_size:,}, context {first.seq_len:,}"
 
@@ -500,7 +505,7 @@ def _check_joint_rule(args: Check, config: Config) -> int:
     if args.dry_run:
         for run in runs:
             numbers = joint.numbers_text(run.scaled_optimizer)
-            terminal.say(f"batch {run.data.batch_size}, {run.steps} steps: {numbers}")
+            terminal.say(f"batch {run.data.batch_size}, {counted(run.steps, 'step')}: {numbers}")
         for name, slope in joint_run.expectation(runs, args.grow).items():
             trouble = f", {slope.trouble}" if slope.trouble else ""
             terminal.say(f"{name}: theory says {slope.slope:+.2f}{trouble}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mupax.presets import horizon
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.terminal import counted
 from mupax.train.config import joint
 from mupax.train.config.preset import preset_of, rules_of
 from mupax.train.config.record import differences, text_of, to_json
@@ -336,7 +337,7 @@ def _without_law(
 
 def _origin(points: Points) -> str:
     """Return the number of a study's rows and their folders as text, "N rows of FOLDER and ..."."""
-    return f"{points.rows} rows of {' and '.join(points.folders)}"
+    return f"{counted(points.rows, 'row')} of {' and '.join(points.folders)}"
 
 
 def rows(
@@ -410,7 +411,7 @@ def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> l
     clip = f"{optimizer.clip_norm or 'none'}"
     schedule = f"{optimizer.schedule} to {optimizer.final_lr_fraction:g} of the peak"
     share = optimizer.warmup_steps / config.steps
-    warmup = f"{optimizer.warmup_steps} steps, {share:.1%} of the run"
+    warmup = f"{counted(optimizer.warmup_steps, 'step')}, {share:.1%} of the run"
     return [
         *lines,
         PlanRow("clip", clip, "", source),

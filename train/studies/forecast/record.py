@@ -11,6 +11,7 @@ from typing import Any
 
 from mupax import MupaxError, __version__, disk
 from mupax.mappings import drop_keys
+from mupax.terminal import counted
 from mupax.train.config.record import command_of, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import ScalingLaw, parameters
@@ -154,7 +155,7 @@ def lines(content: dict[str, Any]) -> list[str]:
     rate = content["prediction"]["log2_lr"]
     text = [
         f"forecast of {content['what']} under {content['preset']}, "
-        f"from {content['rows']['count']} rows:"
+        f"from {counted(content['rows']['count'], 'row')}:"
     ]
     if rate:
         text.append(

@@ -22,6 +22,7 @@ from mupax.command_line import Switch
 from mupax.presets.infinite.block import BLOCK, LimitConfig
 from mupax.presets.infinite.layers import cross_entropy
 from mupax.presets.infinite.stack import Stack
+from mupax.terminal import counted
 from mupax.train import data
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least, check_outputs
@@ -531,7 +532,8 @@ def main(argv: Sequence[str]) -> int:
     size = terminal.gib(MATRICES * model.width * rank * model.depth * bytes_per_value)
     terminal.say(
         f"{args.model} of N = {model.heads_dim}, L = {model.depth}, {args.heads} heads "
-        f"(width {model.width}) for infinitely many; {args.images} images, {args.steps} steps; "
+        f"(width {model.width}) for infinitely many; "
+        f"{counted(args.images, 'image')}, {counted(args.steps, 'step')}; "
         f"{rank} directions of every matrix, {size} of records"
     )
     if args.dry_run:

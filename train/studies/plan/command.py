@@ -18,7 +18,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Repeated
 from mupax.presets import PresetError
-from mupax.terminal import gib
+from mupax.terminal import counted, gib
 from mupax.train.config import cli, joint, sizes
 from mupax.train.config.checks import at_least, check_outputs
 from mupax.train.config.preset import rules_of
@@ -384,7 +384,7 @@ def _compiled_cost(
     kind = "GPU" if chip.gpu else "TPU"
     source = f"{kind} compiler for {place}"
     rows = (
-        PlanRow("mesh", f"{mesh} ({count} chips)", "", source),
+        PlanRow("mesh", f"{mesh} ({counted(count, 'chip')})", "", source),
         PlanRow("remat", remat, "", source),
         PlanRow("memory", memory, ranges.NONE, source),
     )
@@ -784,7 +784,7 @@ def _conclusion(subject: str, config: Config, rows: Sequence[PlanRow], *, fits: 
     """
     by_name = {row.name: row for row in rows}
     rate = by_name["peak rate"].value
-    run = f"{subject}: {config.steps:,} steps at a peak rate of {rate}"
+    run = f"{subject}: {counted(config.steps, 'step', ',')} at a peak rate of {rate}"
     if not fits:
         return f"{run} do not fit the chips: {by_name['memory'].value}"
     time = ""

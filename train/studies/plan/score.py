@@ -13,6 +13,7 @@ import numpy as np
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.terminal import counted
 from mupax.train.checkpoints import workdir
 from mupax.train.config.record import differences, run_config, text_of, to_json
 from mupax.train.config.run import Config
@@ -202,7 +203,8 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
     by_evaluation = content["metric"] == "evaluation"
     if len(losses) < config.steps or (by_evaluation and evaluated is None):
         raise ForecastError(
-            f"{place} is not done: {len(losses)} of {config.steps} steps; finish it with --resume"
+            f"{place} is not done: {len(losses)} of "
+            f"{counted(config.steps, 'step')}; finish it with --resume"
         )
 
     if evaluated is not None and by_evaluation:

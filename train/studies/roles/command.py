@@ -15,6 +15,7 @@ from mupax import command_line, terminal
 from mupax.command_line import Switch, UsageError
 from mupax.mappings import function_of
 from mupax.presets.roles import ParamSpec
+from mupax.terminal import counted
 from mupax.train.config import cli
 from mupax.zoo import configs
 
@@ -158,7 +159,7 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
         lines.append(f"differs: {name}: {words}")
 
     count = len(roles.specs) + len(roles.refused)
-    summary = f"{len(roles.specs)} of {count} parameters found"
+    summary = f"{len(roles.specs)} of {counted(count, 'parameter')} found"
     if declared:
         num_equal = sum(name in roles.specs and name not in differing for name in declared)
         summary += f", {num_equal} as declared"

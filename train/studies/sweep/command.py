@@ -17,6 +17,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
+from mupax.terminal import counted
 from mupax.train.config import cli, sizes
 from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.studies.sweep import grids
@@ -227,8 +228,7 @@ def _dry_run(grid: Sequence[Planned]) -> None:
     from mupax.train.studies.sweep.sweep import grouped
 
     groups = grouped([point.config for point in grid], {})
-    plural = "s" if len(groups) > 1 else ""
-    terminal.say(f"{len(grid)} points in {len(groups)} program{plural}")
+    terminal.say(f"{counted(len(grid), 'point')} in {counted(len(groups), 'program')}")
     for group in groups.values():
         labels: dict[str, None] = {}
         rates = set()
@@ -242,10 +242,11 @@ def _dry_run(grid: Sequence[Planned]) -> None:
         first_index, program = group[0]
         first = grid[first_index].config
         terminal.say(
-            f"  {', '.join(labels) or first.recipe}: {len(group)} points, "
+            f"  {', '.join(labels) or first.recipe}: {counted(len(group), 'point')}, "
             f"rates {' '.join(map(power, sorted(rates)))}, "
             f"seeds {' '.join(map(str, sorted(seeds)))}, "
-            f"{program.definition.count():,} parameters, {first.steps} steps"
+            f"{counted(program.definition.count(), 'parameter', ',')}, "
+            f"{counted(first.steps, 'step')}"
         )
 
 
@@ -374,7 +375,7 @@ def picture_title(recipe: str, configs: Sequence[Config]) -> str:
         parts += optimizers
     lengths = {config.steps for config in configs}
     if len(lengths) == 1:
-        parts.append(f"{configs[0].steps} steps")
+        parts.append(f"{counted(configs[0].steps, 'step')}")
     return f"{', '.join(parts)}: loss against learning rate"
 
 

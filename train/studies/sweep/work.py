@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mupax.terminal import counted
 from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import record
@@ -292,7 +293,7 @@ class Work:
         losses = saved_losses(progress.folder, step, trainer.count, digest)
 
         count = len(progress.indices)
-        description = f"{count} point" if count == 1 else f"{count} points"
+        description = counted(count, "point")
         if losses is None:
             self.watcher.note(
                 f"the losses of {description} up to step {step} are lost or damaged: "

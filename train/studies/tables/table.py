@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mupax import MupaxError, disk
+from mupax.terminal import counted
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""
@@ -531,10 +532,12 @@ def _merged(
 
     notes = []
     if num_repeats:
-        notes.append(f"{num_repeats} rows say again what another one says")
+        notes.append(
+            f"{counted(num_repeats, 'row says', plural='rows say')} again what another one says"
+        )
     num_diverged = sum(not math.isfinite(run.log_loss) for run in runs)
     if num_diverged:
-        notes.append(f"{num_diverged} runs without a finite loss count as diverged")
+        notes.append(f"{counted(num_diverged, 'run')} without a finite loss taken as diverged")
     first_rows = np.array([run.first_row for run in runs])
     first_values = {}
     for name, column in values.items():

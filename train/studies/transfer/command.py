@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupax import command_line, terminal
+from mupax.terminal import counted
 from mupax.train.config import cli
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import check_extras
@@ -146,7 +147,7 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
         config = study.configs[0]
         terminal.say(f"{study.label}, {study.axis} {', '.join(sizes)}, base {config.preset.base}")
         time_limit = f"at most {args.minutes:g} minutes of training"
-        terminal.say(f"  {points}, {config.steps} steps, {time_limit}")
+        terminal.say(f"  {points}, {counted(config.steps, 'step')}, {time_limit}")
 
 
 def _watched(engine: Sweep, console: Console) -> Runner:

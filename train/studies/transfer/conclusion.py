@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 
+from mupax.terminal import counted
 from mupax.train.config import record
 from mupax.train.studies.report import Step
 from mupax.train.studies.sweep.grids import at_rate, power, without_flags
@@ -147,7 +148,7 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
         if abs(abs(drift.value) - TOLERANCE) < CLOSE:
             why = f"the drift is close to the bound of {TOLERANCE}"
         return f"{text}. More seeds would hardly decide it: {why}."
-    seeds = "1 more seed" if more == 1 else f"{more} more seeds"
+    seeds = counted(more, "more seed")
     return f"{text}; {seeds} ({_minutes(measured, analysis, more)}) would probably decide it."
 
 
@@ -156,7 +157,7 @@ def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
     minutes = round(seeds * measured.seconds_of(measured.seed_points(analysis)) / 60)
     if minutes < 1:
         return "less than a minute"
-    return "1 minute" if minutes == 1 else f"{minutes} minutes"
+    return counted(minutes, "minute")
 
 
 def next_steps(studies: Studies, control: str | None, command: str) -> list[Step]:

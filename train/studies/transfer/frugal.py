@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from mupax import terminal
+from mupax.terminal import counted
 from mupax.train.studies.report import Report, Section, finite, write_json
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import tuned
@@ -173,7 +174,10 @@ def _section(record: dict[str, Any]) -> Section:
         cells.append(str(size["runs"]))
         rows.append(cells)
     seeds = record["seeds"]
-    cost = f"{record['cost']:.2f} of the training of five rates with {seeds} seeds at every size"
+    cost = (
+        f"{record['cost']:.2f} of the training of five "
+        f"rates with {counted(seeds, 'seed')} at every size"
+    )
     notes = [cost]
     if not all(size["reached"] for size in record["sizes"]):
         notes.append(

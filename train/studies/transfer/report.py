@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax.terminal import counted
 from mupax.train.studies.report import Report, Section, finite, write_json
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import conclusion, figure
@@ -156,7 +157,7 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
         cost = f"; not retuning {study.axis} {study.sizes[-1]} {cost_words}"
     lines = [
         f"{study.label} {verdict} in {study.axis}: {drift}, "
-        f"from {analysis.seeds} seeds at every size{cost}"
+        f"from {counted(analysis.seeds, 'seed')} at every size{cost}"
     ]
 
     left_out = []
@@ -340,7 +341,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         "comparison": _comparison(studies, control),
     }
     write_json(folder / "transfer.json", record)
-    run = f"{about['recipe']}, {about['optimizer']}, {about['steps']} steps"
+    run = f"{about['recipe']}, {about['optimizer']}, {counted(about['steps'], 'step')}"
     for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
         axis_studies = []
         for measured, analysis in studies:

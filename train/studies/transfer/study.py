@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax import presets
+from mupax.terminal import counted
 from mupax.train.config import joint
 from mupax.train.config import sizes as sizes_of_models
 from mupax.train.config.preset import PresetConfig, base_text, preset_of
@@ -387,6 +388,8 @@ class Measured:
             return self._stop("the verdict is decided")
         if analysis.seeds >= max_seeds:
             # An earlier command may have trained more than `max_seeds`.
+            if analysis.seeds == 1:
+                return self._stop("the only seed is used")
             return self._stop(f"all {analysis.seeds} seeds are used")
         points = self.seed_points(analysis)
         # Checked before a seed begins, because half a seed helps no interval.
@@ -424,7 +427,8 @@ class Measured:
         left = max_seeds - analysis.seeds
         most_minutes = min(left * seed_minutes, minutes - self.seconds / 60)
         return (
-            f"{self.study.label} in {self.study.axis} {state} after {analysis.seeds} seeds "
+            f"{self.study.label} in {self.study.axis} {state} "
+            f"after {counted(analysis.seeds, 'seed')} "
             f"({shown}): at most {left} more, about {seed_minutes:.1f} "
             f"minutes of training each, {most_minutes:.1f} in all"
         )
@@ -501,7 +505,7 @@ def _tell_round(
     for name, points in groups.items():
         rates = {rate for _, rate, _ in points}
         seeds = {seed for _, _, seed in points}
-        parts.append(f"{name}: {len(rates)} rates, {len(seeds)} seeds")
+        parts.append(f"{name}: {counted(len(rates), 'rate')}, {counted(len(seeds), 'seed')}")
     tell("; ".join(parts))
 
     for measured in studies:

@@ -15,6 +15,7 @@ from tyro import conf
 
 from mupax import command_line, extras, terminal
 from mupax.command_line import Repeated, Switch
+from mupax.terminal import counted
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.config.run import Config
@@ -174,8 +175,9 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
         rows.append([constant.word, f"--{constant.flag}", *constant.cells()])
     print(terminal.table(rows))
     terminal.say(
-        f"{args.points} points of {config.steps} steps, {args.batch} at once, "
-        f"1 to {args.seeds} seeds each, then {args.confirm} fresh seeds of the best and "
+        f"{counted(args.points, 'point')} of "
+        f"{counted(config.steps, 'step')}, {args.batch} at once, "
+        f"1 to {counted(args.seeds, 'seed')} each, then {args.confirm} fresh seeds of the best and "
         f"of the start; at most {args.minutes:g} minutes of training"
     )
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
+from mupax.terminal import counted
 from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
@@ -97,11 +98,14 @@ class SearchTable(LiveTable):
         standing = search.race()
         tried = int(np.isfinite(standing.means).sum())
         if not tried:
-            return f"{len(search.points)} points"
+            return f"{counted(len(search.points), 'point')}"
         trained = (~np.isnan(search.losses[:, 0])).sum()
         best = standing.means[standing.best]
         start = standing.means[0]
-        return f"{trained}/{search.limits.points} points, best {best:.4f}, start {start:.4f}"
+        return (
+            f"{trained}/{counted(search.limits.points, 'point')}, "
+            f"best {best:.4f}, start {start:.4f}"
+        )
 
     def table(self) -> RichTable:
         """Return a table with a row for every constant: its range, its start and the best value."""
@@ -222,7 +226,8 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
     noise_text = "unknown" if noise is None else f"{noise:.4f}"
     lines = [
         *_end_notes(content),
-        f"{len(content['points'])} points in {content['runs']} runs, {share:.2f} "
+        f"{counted(len(content['points']), 'point')} in "
+        f"{counted(content['runs'], 'run')}, {share:.2f} "
         f"of all seeds; ended: {content['stopped']}",
         f"noise of a run beside its seed's: {noise_text}",
     ]
@@ -247,7 +252,7 @@ def answer(content: dict[str, Any], metric: str) -> str:
     if _start_is_best(content):
         return (
             f"Keep the start: nothing better than the start was found "
-            f"in {len(content['points'])} points."
+            f"in {counted(len(content['points']), 'point')}."
         )
     winner = content["fresh_seeds"]["winner"]
     start = content["fresh_seeds"]["start"]
@@ -441,7 +446,7 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
     elif _start_is_better(content):
         trouble = "the best point is worse than the start on fresh seeds"
     elif count < LEAST_SAVED:
-        trouble = f"it has {count} points, and needs {LEAST_SAVED}; write more --minutes"
+        trouble = f"it has {counted(count, 'point')}, and needs {LEAST_SAVED}; write more --minutes"
     if trouble:
         raise tuned.NoMinimum(f"the search has no point to save: {trouble}")
     standing = search.race()

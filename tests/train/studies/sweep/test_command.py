@@ -335,6 +335,17 @@ def test_a_table_of_long_labels_has_a_legend_and_80_columns(
     assert losses[5][-1] == f"{2 + 21 / 8:.4f}"
 
 
+def test_a_sweep_of_one_point_is_no_plural(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(text, tmp_path, "2^-8", "--steps", "1", "--optimizer.warmup-steps", "0")
+    assert main([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "1 point in 1 program\n" in out
+    assert ": 1 point, " in out
+    assert out.endswith(", 1 step\n")
+
+
 def test_control_a_table_of_short_labels_has_them_at_its_head(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

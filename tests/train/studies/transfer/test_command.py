@@ -161,6 +161,8 @@ def test_one_seed_is_never_decided(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Not decided: " in out
     assert "one seed has no interval" in out
     assert re.search(r"bigger is worse at (\d) of \1 rates, by one seed: head_dim 32 at", out)
+    assert "5 rates, 1 seed\n" in out
+    assert not re.search(r"\b1 (seed|rate|step|point)s\b", out)
     assert "--max-seeds 3" in out
 
 
