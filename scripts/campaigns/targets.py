@@ -226,6 +226,7 @@ def _trained_with(kind: str, folder: Path) -> None:
 
     Raises:
         AssertionError: A scale is not finite in float32.
+        FileNotFoundError: The folder has no preset.
     """
     from mupax.presets.tuned import find
     from mupax.train.config import tuned
@@ -233,7 +234,9 @@ def _trained_with(kind: str, folder: Path) -> None:
 
     config = _config()
     config = replace(config, preset=replace(config.preset, base=None))
-    path = next(folder.glob("*.json"))
+    path = next(folder.glob("*.json"), None)
+    if path is None:
+        raise FileNotFoundError(f"{folder} has no file *.json with a {kind} preset")
     if kind == "measured":
         config = replace(config, preset=replace(config.preset, name=f"measured:{path}"))
     else:

@@ -417,10 +417,18 @@ CELLS = _cells()
 
 
 def reference_of(cell: Cell, arm: Arm) -> Arm:
-    """Return the arm that `arm` is compared with: `mup` for an ablation, else the first arm."""
-    if arm.ablation:
-        return next(reference for reference in cell.arms if reference.label == MUP)
-    return cell.arms[0]
+    """Return the arm that `arm` is compared with: `mup` for an ablation, else the first arm.
+
+    Raises:
+        LookupError: `arm` is an ablation, and the cell has no arm `mup`.
+    """
+    if not arm.ablation:
+        return cell.arms[0]
+    for reference in cell.arms:
+        if reference.label == MUP:
+            return reference
+    labels = ", ".join(other.label for other in cell.arms)
+    raise LookupError(f"the ablation {arm.label!r} needs an arm {MUP!r} beside it, not {labels}")
 
 
 def octaves(setting: Mapping[str, int]) -> dict[str, float]:

@@ -55,9 +55,17 @@ class RateCurve:
 
 
 def sizes_of(record: Mapping[str, Any], label: str) -> list[Mapping[str, Any]]:
-    """Return the rows of an arm, one per size, from the content of a cell's result.json."""
-    arm = next(arm for arm in record["arms"] if arm["label"] == label)
-    return arm["sizes"]
+    """Return the rows of an arm, one per size, from the content of a cell's result.json.
+
+    Raises:
+        LookupError: The cell has no arm with the label.
+    """
+    sizes = {arm["label"]: arm["sizes"] for arm in record["arms"]}
+    if label not in sizes:
+        raise LookupError(
+            f"cell {record['cell']} has no arm {label!r}; its arms are {', '.join(sizes)}"
+        )
+    return sizes[label]
 
 
 def _setting(octaves: Mapping[str, float]) -> Setting:

@@ -59,6 +59,18 @@ def unpack(package: str, folder: Path) -> Path:
     return files
 
 
+def file_below(folder: Path, name: str) -> Path:
+    """Return the first file of this name in the folder of an unpacked package.
+
+    Raises:
+        FileNotFoundError: The package has no such file, perhaps because its version is another.
+    """
+    file = next(folder.rglob(name), None)
+    if file is None:
+        raise FileNotFoundError(f"the package unpacked in {folder} has no file {name}")
+    return file
+
+
 def emoji(folder: Path) -> Iterator[Picture]:
     """Yield the bitmaps of Noto Color Emoji. Their classes are the groups of Unicode's list.
 
@@ -66,8 +78,8 @@ def emoji(folder: Path) -> Iterator[Picture]:
     """
     # matplotlib brings fontTools, which nothing else here needs.
     fonts = importlib.import_module("fontTools.ttLib")
-    font_file = next(unpack("fonts-noto-color-emoji", folder).rglob("NotoColorEmoji.ttf"))
-    list_file = next(unpack("unicode-data", folder).rglob("emoji-test.txt"))
+    font_file = file_below(unpack("fonts-noto-color-emoji", folder), "NotoColorEmoji.ttf")
+    list_file = file_below(unpack("unicode-data", folder), "emoji-test.txt")
     font = fonts.TTFont(font_file)
     bitmaps = font["CBDT"].strikeData[0]
     cmap = font.getBestCmap() or {}
@@ -135,8 +147,8 @@ def icons(folder: Path) -> Iterator[Picture]:
 def fashion(folder: Path) -> Iterator[Picture]:
     """Yield the first training images of Fashion-MNIST, 28 pixels on a side."""
     root = unpack("dataset-fashion-mnist", folder)
-    pixels = _idx(next(root.rglob("train-images-idx3-ubyte.gz")), 16).reshape(-1, 28, 28)[:FASHION]
-    labels = _idx(next(root.rglob("train-labels-idx1-ubyte.gz")), 8)[:FASHION]
+    pixels = _idx(file_below(root, "train-images-idx3-ubyte.gz"), 16).reshape(-1, 28, 28)[:FASHION]
+    labels = _idx(file_below(root, "train-labels-idx1-ubyte.gz"), 8)[:FASHION]
     for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
         yield Picture(str(label), f"{index:05}", _png(image))
 

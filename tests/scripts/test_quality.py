@@ -351,3 +351,15 @@ def test_the_readme_picture_has_the_losses_of_its_section():
             centre = curve.losses[rates.OFFSETS.index(0.0)]
             assert centre == pytest.approx(np.mean(row["losses"][: rates.SEEDS]), rel=1e-5)
     assert f"({folder.relative_to(ROOT)}/rates.png)" in (ROOT / "README.md").read_text()
+
+
+def test_an_arm_that_a_cell_has_not_is_named() -> None:
+    record = {"cell": "c", "arms": [{"label": "sp", "sizes": []}]}
+    with pytest.raises(LookupError, match=r"cell c has no arm 'nup'; its arms are sp"):
+        rates.sizes_of(record, "nup")
+    cell = CELLS[PICTURED]
+    ablation = Arm("another", "mup", ("lr",), ablation=True)
+    assert cells.reference_of(cell, ablation).label == MUP
+    without_mup = dataclasses.replace(cell, arms=(ablation,))
+    with pytest.raises(LookupError, match=f"needs an arm 'mup' beside it, not {ablation.label}"):
+        cells.reference_of(without_mup, ablation)

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from scripts.bench.recipes import small_folders
+from scripts.vision import small_folders as vision_folders
 
 
 def write_images(folder: Path) -> None:
@@ -66,3 +67,11 @@ def test_a_record_keeps_the_cells_of_other_commands(
     assert list(cells) == ["emoji 30", "emoji 120", "fashion 30"]
     assert cells["emoji 120"] == {"ours": 5, "cnn": 3}
     assert (cells["emoji 30"], cells["fashion 30"]) == ({"ours": 4}, {"ours": 1})
+
+
+def test_a_package_without_the_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_folders, "unpack", lambda package, folder: folder)
+    with pytest.raises(FileNotFoundError, match="has no file train-images-idx3-ubyte"):
+        list(vision_folders.fashion(tmp_path))

@@ -27,6 +27,11 @@ def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     assert row["read"] + row["refused"] == row["inputs"] == INPUTS
 
 
+def test_a_folder_without_a_preset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="json with a tuned preset"):
+        TARGETS["tuned preset"].read(tmp_path)
+
+
 @pytest.mark.core
 def test_control_what_is_wrong_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

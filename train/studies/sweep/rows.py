@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from mupax import MupaxError, disk
+from mupax import MupaxError, disk, terminal
 
 FILE_NAME = "points.jsonl"
 COMPRESSED_NAME = f"{FILE_NAME}.gz"
@@ -181,10 +181,11 @@ class Rows(dict[str, Row]):
         without_digest = self._read(_compressed_lines(folder), folder / COMPRESSED_NAME)
         without_digest += self._read(lines, self.path)
         if without_digest:
-            log(
-                f"{without_digest} rows of {self.path.name} were written without a digest by an "
-                "older version: taken as they are"
+            name = self.path.name
+            written = terminal.counted(
+                without_digest, f"row of {name} was written", plural=f"rows of {name} were written"
             )
+            log(f"{written} without a digest by an older version: taken as they are")
 
     def _read(self, lines: Sequence[bytes], path: Path) -> int:
         """Add the rows of a file's lines to this dict, and return the number without a digest.

@@ -373,8 +373,7 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
     notes: list[str] = []
     assert Rows(tmp_path, notes.append)[in_turn[1].key] == in_turn[1]
     assert notes == [
-        "1 rows of points.jsonl were written without a digest by an older version: "
-        "taken as they are"
+        "1 row of points.jsonl was written without a digest by an older version: taken as they are"
     ]
 
 

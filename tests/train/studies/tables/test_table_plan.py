@@ -309,7 +309,7 @@ def test_a_rate_that_is_rounded_in_two_ways_is_one(tmp_path: Path):
     rows[1] = {**rows[1], "peak_lr": 0.0004883}
     read = table.read(written(tmp_path / "twice.csv", rows))
     assert len(read.log_loss) == 1
-    assert read.notes == ("1 rows say again what another one says",)
+    assert read.notes == ("1 row says again what another one says",)
 
 
 def without(rows: Sequence[Mapping[str, float]], name: str) -> list[dict[str, float]]:
