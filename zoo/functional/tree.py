@@ -34,6 +34,18 @@ class _AxisSize(NamedTuple):
     """Name of an array, or "the sizes given"."""
 
 
+def is_bare_shape(leaf: Any) -> bool:
+    """Return whether a leaf is a tuple or list of integers, such as (12, 32), without a dtype."""
+    is_sequence = type(leaf) in (tuple, list) and bool(leaf)
+    return is_sequence and all(type(size) is int for size in leaf)
+
+
+def shape_hint(shape: Iterable[int]) -> str:
+    """Return the end of a message about a bare shape: what it is, and what to write instead."""
+    sizes = tuple(shape)
+    return f"the bare shape {sizes}; write jax.ShapeDtypeStruct({sizes}, jnp.float32)"
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Return the arrays (or shapes) of a tree by name, in the tree's order.
 
@@ -44,11 +56,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """
     leaves: dict[str, Any] = {}
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable) or is_bare_shape(leaf)
     )
     for path, leaf in paths_and_leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        if is_bare_shape(value):
+            raise PresetError(f"{name} is {shape_hint(value)}")
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise PresetError(
                 f"{name} is no array but a {type(value).__name__}; give the arrays alone: "

@@ -25,7 +25,7 @@ from mupax.train.studies.roles.graph import Graph, Node, fresh
 from mupax.zoo import families
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
-from mupax.zoo.functional.tree import named_leaves
+from mupax.zoo.functional.tree import is_bare_shape, named_leaves, shape_hint
 from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
@@ -389,7 +389,8 @@ def _built(build: Build, sizes: Mapping[str, int]) -> tuple[Any, Callable[..., j
     """Return what a user's function builds, after a test that it is of the right kind.
 
     Raises:
-        PresetError: It is not three values with the loss in the middle.
+        PresetError: It is not three values with the loss in the middle, or the batch has a bare
+            shape.
     """
     built = build(sizes)
     is_triple = isinstance(built, (tuple, list)) and len(built) == 3
@@ -399,6 +400,10 @@ def _built(build: Build, sizes: Mapping[str, int]) -> tuple[Any, Callable[..., j
             "parameters, the function loss(params, batch) and the shapes of a batch"
         )
     params, loss, batch = built
+    # `named_leaves` refuses such shapes of parameters.
+    for leaf in jax.tree.leaves(batch, is_leaf=is_bare_shape):
+        if is_bare_shape(leaf):
+            raise PresetError(f"the batch has {shape_hint(leaf)}, or jnp.int32 for token ids")
     return params, loss, batch
 
 

@@ -131,6 +131,16 @@ def test_what_is_refused_makes_it_fail(tmp_path: Path, monkeypatch: pytest.Monke
         ("return params, loss", "return params, 3", "has to return three values: the shapes of"),
         ("return params", "return {}", "the model has no parameters; return their shapes"),
         ('sizes["embed"], sizes["output"]', "6, 14", "the same shapes at all sizes; make it of"),
+        (
+            "return params,",
+            "return shapes,",
+            "patch is the bare shape (5, 6); write jax.ShapeDtypeStruct((5, 6), jnp.float32)",
+        ),
+        (
+            "jax.ShapeDtypeStruct((2, 5), jnp.float32)",
+            "(2, 5)",
+            "the batch has the bare shape (2, 5); write jax.ShapeDtypeStruct((2, 5), jnp.float32), or jnp.int32 for",
+        ),
         ("def build(sizes)", "build = 3\ndef other(sizes)", "squared_model:build is 3, and no"),
     ],
 )
