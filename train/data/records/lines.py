@@ -359,7 +359,7 @@ def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
     with contextlib.ExitStack() as stack:
         with _checked(path):
             file = stack.enter_context(path.open("rb"))
-            unpacked = _unpacked(file, path.suffix.lower())
+            unpacked = unpacked_stream(file, path.suffix.lower())
             if unpacked is not file:
                 stack.enter_context(unpacked)
                 bounded = bounds.BoundedStream(unpacked, file, str(path), limits)
@@ -396,7 +396,7 @@ def _checked(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _unpacked(file: Any, suffix: str) -> Any:
+def unpacked_stream(file: Any, suffix: str) -> Any:
     """Return a stream of the unpacked content, or the file itself if it is not compressed."""
     match suffix:
         case ".gz":

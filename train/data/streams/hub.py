@@ -7,10 +7,13 @@ a stream of batches from a data set.
 from __future__ import annotations
 
 import contextlib
+import lzma
 import re
+import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from mupax import extras
@@ -19,7 +22,7 @@ from mupax.train.data import cache
 from mupax.train.data.interface import DataError, ReadError
 from mupax.train.data.records import bounds, corpus, listing, split_names, tables
 from mupax.train.data.records.broken import BrokenLog
-from mupax.train.data.records.lines import Lines, content_of
+from mupax.train.data.records.lines import Lines, content_of, unpacked_stream
 from mupax.train.data.streams.lanes import Chunk
 
 _DATA_SUFFIXES = {
@@ -43,6 +46,7 @@ _ABOUT = {
 """Names of JSON files that describe a data set and contain none of its data."""
 _CHUNK_BYTES = 1 << 18
 _CHUNK_ROWS = 1000
+_TAR = re.compile(r"\.tar(\.(gz|bz2|xz|zst))?$")
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
 _CHECKED_BYTES = 64 * 2**20
 """Largest file in bytes whose unpacked size is checked. The check reads the file."""
@@ -162,11 +166,11 @@ def _all_files(folder: Path) -> dict[str, Path]:
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
     """Raise an error if a file of at most 64 MiB unpacks to much more than its size.
 
-    Only Parquet, zip and compressed files are checked. Without the check such a file could fill the
+    Only Parquet, zip, tar and compressed files are checked, and compressed files in a tar. Without the check such a file could fill the
     memory, because `datasets` holds a complete row group or line in memory.
 
     Raises:
-        LimitError: A Parquet or zip file unpacks to more than the limits allow.
+        LimitError: A Parquet, zip or tar file unpacks to more than the limits allow.
         DataError: A compressed file unpacks to too much or has a line that is too long, or a file
             is damaged.
     """
@@ -181,6 +185,8 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
             # error.
             for _ in Lines(file, "", BrokenLog(limits=limits, names_flag=False)).parts():
                 pass
+        if _TAR.search(file.name.lower()):
+            _check_members(file, limits)
         elif suffix == ".zip":
             _check_archive(file, limits)
 
@@ -201,6 +207,40 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
             f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
         ) from error
     bounds.check_ratio(str(file), size, file.stat().st_size, limits)
+
+
+def _check_members(file: Path, limits: LimitsConfig) -> None:
+    """Raise an error if a tar file, or a compressed file in it, unpacks to much more than its size.
+
+    Raises:
+        LimitError: The archive or a member unpacks to more than the limits allow.
+        DataError: The archive or a member is damaged.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            # `tarfile` of the oldest Python does not unpack zst itself.
+            stream = unpacked_stream(stack.enter_context(file.open("rb")), file.suffix.lower())
+            archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|"))
+            # A sparse member declares bytes that the archive does not have.
+            size = 0
+            for member in archive:
+                size += member.size
+                bounds.check_ratio(str(file), size, file.stat().st_size, limits)
+                suffix = PurePath(member.name).suffix.lower()
+                packed = archive.extractfile(member) if suffix in _PACKED else None
+                if packed is None:
+                    continue
+                content = unpacked_stream(packed, suffix)
+                place = f"{member.name} in {file}"
+                bounded = bounds.BoundedStream(content, packed, place, limits)
+                while bounded.read(_CHUNK_BYTES):
+                    pass
+    except DataError:
+        raise
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error, ValueError) as error:
+        raise DataError(
+            f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
+        ) from error
 
 
 def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dict[str, list[str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import re
+import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -449,6 +452,29 @@ def test_records_without_text_are_left_out_and_counted(
 def test_a_torn_record_names_the_way_to_read_it(datasets: Any) -> None:
     write_records("a.jsonl", '{"text": "torn')
     loading.assert_refused("records:", "hf:./t")
+
+
+def test_a_packed_file_in_a_tar_has_the_limits_of_one_outside(datasets: Any) -> None:
+    Path("t").mkdir()
+    file = Path("t/train.tar")
+    record = b'{"text": "' + b"a" * (65 * 2**20) + b'"}'
+    for suffix, pack in ((".gz", gzip.compress), (".bz2", bz2.compress), ("", bytes)):
+        with tarfile.open(file, "w") as archive:
+            content = pack(record if suffix else b'{"text": "good"}')
+            member = tarfile.TarInfo(f"a.jsonl{suffix}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        if suffix:
+            message = (
+                rf"a\.jsonl\{suffix} in t/train\.tar unpacks to 64 MiB from .* --data\.limits\.ra"
+            )
+            with pytest.raises(DataError, match=message):
+                hub.opened("hf:./t")
+        else:
+            assert next(iter(hub.opened("hf:./t").splits["train"]))["jsonl"]
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(DataError, match=r"cannot read t/train\.tar: .*damaged or cut off"):
+        hub.opened("hf:./t")
 
 
 def test_an_error_of_a_packed_file_proposes_no_flag_that_is_not_read(datasets: Any) -> None:
