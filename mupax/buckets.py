@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,16 @@ def path_of(address: str) -> Path:
     """Return a `BucketPath` for an address `gs://bucket/folder`.
 
     Also change the options of gcsfs in this process: no cache of listings, and at most 60 seconds
-    for a request.
+    for a request. The logs of gcsfs and google.auth are dropped, unless this process has a handler
+    of logs already.
     """
+    # gcsfs logs the traceback of a request that fails for good. Without this it is printed on
+    # standard error, before the message of mupax about the same failure.
+    for name in ("gcsfs", "google.auth"):
+        log = logging.getLogger(name)
+        if not log.hasHandlers():
+            log.addHandler(logging.NullHandler())
+            log.propagate = False  # a package may call `logging.basicConfig` later
     # Tensorstore writes to the bucket too. A cached list of objects would lack what it wrote.
     options = {"use_listings_cache": False, "requests_timeout": _PATIENCE_S}
     fsspec.config.conf.setdefault("gcs", {}).update(options)
@@ -46,7 +55,8 @@ class _Translated:
         method = getattr(self._backend, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _as_os_errors():
+            address = str(args[0]) if args else ""
+            with _as_os_errors(address if address.startswith("gs://") else None):
                 result = method(*args, **kwargs)
             return _File(result) if name == "open" else result
 
@@ -69,11 +79,14 @@ class _File(_Translated):
 
 
 @contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
+def _as_os_errors(address: str | None = None) -> Iterator[None]:
     """Turn exceptions of gcsfs, google.auth and aiohttp, while entered, into OSErrors with a text.
 
     A missing object gets errno ENOENT, any other failure EIO. ValueError, NotImplementedError and
-    OSErrors that have a text already are raised unchanged.
+    OSErrors that have a text already are raised unchanged, except those of a connection.
+
+    Args:
+        address: File of the error about a connection, if it is known.
     """
     try:
         yield
@@ -82,7 +95,11 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:
-            raise
+            if type(error).__module__.partition(".")[0] != "aiohttp":
+                raise
+            # Its own text is that of the system, without the host, such as "Name or service not
+            # known".
+            raise OSError(errno.EIO, f"the bucket is not reached: {error}", address) from error
         lines = str(error).splitlines() or [""]
         reason = lines[0][:200]
         if isinstance(error, FileNotFoundError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,44 @@ from tests.fixtures.command_line import Capture, refused, started
 
 pytestmark = pytest.mark.core
 __all__ = ["started"]  # fixtures
+
+
+NOBODY = "127.0.0.1:1"
+"""Address of this machine at which nothing listens."""
+UNREACHED = """
+import asyncio, sys, time
+
+async def at_once(*_):
+    pass
+
+# gcsfs and google.auth wait for longer and longer before they try again.
+asyncio.sleep = at_once
+time.sleep = lambda seconds: None
+from mupax.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", ["eval gs://no-such/run", "train lm-tiny --workdir gs://b/run"])
+def test_a_bucket_that_is_not_reached_is_one_line(words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHED, *words.split()],
+        env=os.environ
+        | {
+            "STORAGE_EMULATOR_HOST": f"http://{NOBODY}",
+            # Google's libraries would wait for the credentials of a machine in its cloud.
+            "GCE_METADATA_HOST": NOBODY,
+            "GCE_METADATA_IP": NOBODY,
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    address = words.split()[-1]
+    assert done.stderr.startswith(f"error: {address}")
+    assert "the bucket is not reached: Cannot connect to host 127.0.0.1:1 " in done.stderr
 
 
 ADDRESSES = [
