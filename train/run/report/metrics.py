@@ -566,8 +566,8 @@ class Evaluations:
 
         A run ends after `stop.patience` evaluations in a row without an improvement. An
         improvement is a finite value that is better than the best before it by more than
-        `min_delta`; the first finite value is one. The last step does not count: it ends the run
-        anyway.
+        `min_delta`; the first finite value is one. Evaluations that did not measure `stop.metric`
+        do not count, and neither does the last step, which ends the run anyway.
         """
         patience = self._config.patience
         metric = self._config.metric
@@ -577,9 +577,12 @@ class Evaluations:
         best = math.inf
         best_step = None
         num_stale = 0
-        # Without an evaluation of the last step, after which the run ends anyway.
-        for step in sorted(step for step in self.metrics if step < self._num_steps):
-            value = cost(metric, self.metrics[step].get(metric))
+        for step, measured in sorted(self.metrics.items()):
+            # The run ends after its last step anyway. Evaluations from before the metric's set was
+            # added have no value of the metric, and `None` stands for one that is not finite.
+            if step >= self._num_steps or metric not in measured:
+                continue
+            value = cost(metric, measured[metric])
             threshold = best if best_step is None else best - min_delta
             if value < threshold:
                 best = value

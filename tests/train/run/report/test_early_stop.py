@@ -109,6 +109,19 @@ def test_a_stopped_run_is_done_and_stays_so_unless_asked(
     assert "stopped early" not in longer.out
 
 
+def test_evaluations_from_before_a_set_was_added_do_not_end_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluations = scripted(monkeypatch, {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0})
+    words = f"--workdir added {WORDS} --optimizer.schedule constant"
+    assert train(words, "--steps 2").code == 0
+    other = "--data.evaluate other=text:text.txt --stop.metric eval/other/loss --stop.patience 2"
+    done = train(words, "--steps 4 --resume", other)
+    assert done.code == 0, done.err
+    assert "stopped early" not in done.out
+    assert evaluations == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
