@@ -179,6 +179,20 @@ def _batch_digest(data: Data, index: int) -> str:
     return digest.hexdigest()[:16]
 
 
+_EVALUATED = (
+    "eval_examples",
+    "special_tokens",
+    "chat_template",
+    "loss_on",
+    "document_mask",
+    "reset_positions",
+    "noise",
+    "noise_rate",
+    "noise_span",
+)
+"""Fields of `data` that a resume may change, and that change evaluation examples or targets."""
+
+
 class ResumeError(MupaxError):
     """A run that cannot go on as asked. The text says what would happen and what to write."""
 
@@ -350,10 +364,11 @@ def announce(
     sets: Mapping[str, Mapping[str, Any]],
     checkpoints: CheckpointFolder,
     surroundings: Mapping[str, Any],
-) -> None:
+) -> bool:
     """Print where a resumed run goes on and what has changed since it was recorded.
 
-    Cautions name evaluation sets with other data, and checkpoints that new settings will delete.
+    Cautions name data with other evaluation examples, and checkpoints that new settings will
+    delete.
     If at least one step is done, first refuse a run that cannot go on. At step 0 nothing is
     refused, and neither the step nor changes of the environment are printed.
 
@@ -366,6 +381,9 @@ def announce(
         checkpoints: Checkpoints of the run, with the settings of this part.
         surroundings: Machine, packages and compiler of this part of the run
             (`workdir.surroundings`).
+
+    Returns:
+        `True` if the run's next evaluation has other examples or further sets than the last one.
 
     Raises:
         ResumeError: The run cannot go on from `step` (`check`, `check_classes`, `check_exact`).
@@ -380,13 +398,26 @@ def announce(
     def warn(line: str) -> None:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
-    recorded_sets = (recorded.get("data") or {}).get("sets") or {}
+    recorded_facts = recorded.get("data") or {}
+    recorded_sets = recorded_facts.get("sets") or {}
+    other_examples = _other_examples(recorded_config, config)
+    if other_examples:
+        warn("caution: evaluations have other examples than before: their numbers do not compare")
+    elif _digests_differ(recorded_facts, facts):
+        # Perhaps only the training part has changed.
+        warn(
+            "caution: evaluations may have other examples than before: do not compare their numbers"
+        )
+        other_examples = True
     for name in sorted(sets.keys() & recorded_sets):
-        if recorded_sets[name].get("digest") != sets[name].get("digest"):
+        if _digests_differ(recorded_sets[name], sets[name]):
             warn(
                 f"caution: the evaluation set {name} holds other data than before: its numbers do "
                 "not compare"
             )
+            other_examples = True
+    if sets.keys() - recorded_sets:
+        other_examples = True
     environment_changes = None
     if step:
         check(recorded_config, config, step)
@@ -417,3 +448,16 @@ def announce(
             "the run has no record of its environment (options of JAX, devices, processor): "
             "whether bits differ is not known"
         )
+    return other_examples
+
+
+def _other_examples(recorded_config: Mapping[str, Any], config: Config) -> bool:
+    """Return whether a changed setting gives evaluations other examples or targets."""
+    fields = {f"data.{name}" for name in _EVALUATED}
+    changed_fields = {line.partition(" ")[0] for line in changes(recorded_config, config)}
+    return not fields.isdisjoint(changed_fields)
+
+
+def _digests_differ(recorded: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Return whether the facts of one data set name other contents than the recorded ones."""
+    return recorded.get("digest") not in (None, facts.get("digest"))

@@ -492,9 +492,12 @@ def start_state(
 
         set_facts = {name: loaded.facts for name, loaded in sets.items()}
         surroundings = workdir.surroundings(program.compiler_options(), environment_facts)
-        resume.announce(
+        other_examples = resume.announce(
             config, context, start.step, data.facts, set_facts, checkpoints, surroundings
         )
+        if other_examples and config.evaluates_after(start.step):
+            # Or the summary would show the old numbers as those of the new examples.
+            start = dataclasses.replace(start, evaluated=False)
     if resume_step is not None:
         _branch_off(checkpoints, context, resume_step)
     if context.processes.leader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from mupax.train import data as sources
+from mupax.train.config import metrics
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
@@ -90,6 +92,26 @@ def test_a_set_with_other_contents_than_before_is_said(sets: Done, untrained: li
     assert done.code == 0, done.err
     assert "caution: the evaluation set my_other holds other data than before" in done.out
     assert "evaluation set own" not in done.out
+
+
+def test_a_finished_run_is_evaluated_on_other_examples_than_before(
+    sets: Done, tmp_path: Path
+) -> None:
+    shutil.copytree("sets", tmp_path / "more")
+    words = f"--workdir {tmp_path}/more --resume {WORDS}"
+    more = f"{SETS} third=text:other.txt"
+    for flags in (more, f"{more} --data.eval-examples 8"):
+        done = train(words, flags)
+        assert done.code == 0, done.err
+    caution = "caution: evaluations have other examples than before: their numbers do not compare"
+    assert caution in done.out
+    first, second, third = evaluations(tmp_path / "more")[-3:]
+    assert second["eval/third/loss"] == first["eval/my_other/loss"]
+    assert third["eval_loss"] != first["eval_loss"]
+    shown = metrics.METRICS["loss"].text(third["eval_loss"])
+    assert shown in done.out
+    again = train(words, f"{more} --data.eval-examples 8")
+    assert len(evaluations(tmp_path / "more")) == 4, again.out
 
 
 @pytest.mark.parametrize(
