@@ -21,6 +21,7 @@ from mupax.train.config.metrics import METRICS, shown_everywhere
 from mupax.train.config.run import Config
 
 if TYPE_CHECKING:
+    from mupax.train.data import Data
     from mupax.train.reuse.trained import TrainedModel
 
 
@@ -253,7 +254,6 @@ def _load_data(saved: Any, console: Any) -> Any:
         DataError: The data has other tokens or classes than the model.
     """
     from mupax.train import data as data_sources
-    from mupax.train.data import DataError
 
     config = saved.config
     if config.data.name.startswith("images:"):
@@ -262,18 +262,33 @@ def _load_data(saved: Any, console: Any) -> Any:
         data = data_sources.load(
             config.data, config.model, seed=config.data_seed, note=console.print
         )
+    check_fits(saved, data)
+    return data
+
+
+def check_fits(saved: TrainedModel, data: Data) -> None:
+    """Refuse data of which a token or a label means something else than in the model's training.
+
+    Args:
+        saved: Model whose config names the data.
+
+    Raises:
+        DataError: The data has other tokens or classes than the model.
+    """
+    from mupax.train.data import DataError
+
+    name = saved.config.data.name
     model_tokenizer = saved.facts.get("tokenizer")
     data_tokenizer = data.facts.get("tokenizer")
     if model_tokenizer is not None and model_tokenizer != data_tokenizer:
         raise DataError(
-            f"the model was trained on tokens of {model_tokenizer}, and {config.data.name} is cut "
-            f"into those of {data_tokenizer}; give --data.tokenizer the run's own, as bytes or the "
-            "path of its tokenizer.json"
+            f"the model was trained on tokens of {model_tokenizer}, and {name} is cut into those "
+            f"of {data_tokenizer}; give --data.tokenizer the run's own, as bytes or the path of "
+            "its tokenizer.json"
         )
     model_classes = saved.facts.get("class_names")
     if model_classes:
-        check_classes(model_classes, data.class_names, saved, config.data.name)
-    return data
+        check_classes(model_classes, data.class_names, saved, name)
 
 
 def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str, Any]:

@@ -181,6 +181,9 @@ def measured(
     Returns:
         For each trained parameter by name its products, float64 [batches, batches], and the names
         of the parameters by group.
+
+    Raises:
+        DataError: The data cannot be read, or has other tokens or classes than the model.
     """
     import jax
     import jax.numpy as jnp
@@ -188,6 +191,7 @@ def measured(
     from mupax.train import data as data_sources
     from mupax.train.core.program import assemble
     from mupax.train.core.step import Batch, StepInputs, gradients
+    from mupax.train.run import eval_command
     from mupax.zoo.definition import Arrays
 
     config = saved.config
@@ -195,6 +199,7 @@ def measured(
     data = data_sources.load(
         config.data, config.model, seed=config.data_seed, note=lambda text: print(text)
     )
+    eval_command.check_fits(saved, data)
     params = saved.params(program.abstract)
     inputs = program.step_inputs()
     batch_sharding = program.train_feed()

@@ -62,7 +62,7 @@ def test_the_estimate_by_hand():
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Done:
-    return train("--workdir noisy --steps 4 --log.no-tensorboard")
+    return train("--workdir noisy --steps 4 --model.vocab-size 300 --log.no-tensorboard")
 
 
 def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
@@ -96,6 +96,7 @@ def test_the_command(trained: Done):
     [
         ("noisy --batches 2", "--batches is 2; write a number of at least 3"),
         ("noisy --optimizer.b1 0.5", "noise does not read --optimizer.b1"),
+        ("noisy --data.tokenizer bpe:300", "the model was trained on tokens of bytes"),
         ("noisy --step 3", "no checkpoint of step 3; there are 2, 4"),
         ("nowhere", "nowhere"),
     ],
