@@ -37,7 +37,8 @@ class Noise(CheckpointFlags):
 
     Joint rules (`mupax presets joint`) hold well below it; give it to a run as --noise-scale. It
     grows while the loss falls, so measure where most of the run is spent. Gradients are those at
-    the parameters themselves unless --ema, on batches that the run would see next. --mesh.*,
+    the parameters themselves unless --ema, on batches that the run would see next, all of one epoch
+    where it has as many. --mesh.*,
     --model.compute.* and --data.batch-size of the run work here too.
     """
 
@@ -144,6 +145,36 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class Stretch(NamedTuple):
+    """Successive training batches: the number of the first, and whether some share an example."""
+
+    first: int
+    shares: bool
+
+
+def stretch(trained: int, batches: int, batch: int, epoch: int | None) -> Stretch:
+    """Return which training batches to compare: the next ones that share no example.
+
+    Batches of two epochs have examples in common, which would count as signal and not as noise. So
+    batches that would reach into another epoch are taken from its beginning on.
+
+    Args:
+        trained: Number of distinct examples that the run has trained on.
+        batches: Number of batches.
+        batch: Number of distinct examples in a batch.
+        epoch: Number of examples per epoch. `None` for a stream, whose end is not known.
+    """
+    first = math.ceil(trained / batch)
+    if epoch is None:
+        return Stretch(first, shares=False)
+    this_epoch = first * batch // epoch
+    if ((first + batches) * batch - 1) // epoch == this_epoch:
+        return Stretch(first, shares=False)
+    first = math.ceil((this_epoch + 1) * epoch / batch)
+    last_epoch = ((first + batches) * batch - 1) // epoch
+    return Stretch(first, shares=last_epoch != first * batch // epoch)
+
+
 def _show(
     total: Scale, group_scales: Mapping[str, Scale], saved: TrainedModel, batches: int
 ) -> None:
@@ -172,11 +203,12 @@ def measured(
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Compute the inner product of every two gradients of consecutive training batches.
 
-    All gradients are taken at the parameters of the checkpoint and stay on the devices together.
+    All gradients are taken at the parameters of the checkpoint and stay on the devices together. If
+    batches share examples, a caution is printed.
 
     Args:
         saved: Model of a run at a step. Weights without a run fail.
-        batches: Number of training batches, from the step of the checkpoint on.
+        batches: Number of training batches, from the step of the checkpoint or a later epoch on.
 
     Returns:
         For each trained parameter by name its products, float64 [batches, batches], and the names
@@ -223,8 +255,22 @@ def measured(
         return jax.tree.map(of_parameter, *batch_gradients)
 
     assert saved.step is not None  # it is `None` only for weights without a run
+    assert saved.run is not None
+    trained_on = saved.run.config.data
+    compared = stretch(
+        saved.step * trained_on.batch_size // trained_on.transforms.repeats,
+        batches,
+        config.data.batch_size // config.data.transforms.repeats,
+        data.train_size,
+    )
+    if compared.shares:
+        terminal.note(
+            f"caution: {batches} batches of {config.data.batch_size} reach into another epoch of "
+            f"{data.train_size:,} training examples, and batches that share examples make the "
+            "noise scale too small; write fewer --batches, or a smaller --data.batch-size"
+        )
     batch_gradients = []
-    with contextlib.closing(data.train_batches(saved.step, *batch_sharding.rows)) as source:
+    with contextlib.closing(data.train_batches(compared.first, *batch_sharding.rows)) as source:
         for batch in itertools.islice(source, batches):
             # Kept on the devices: all of them are needed for the products.
             batch_gradients.append(gradient(params, inputs, batch_sharding.shard_batch(batch)))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.train.checkpoints import saved_run
-from mupax.train.run.noise import measured, noise_scale
+from mupax.train.reuse.trained import open_model
+from mupax.train.run.noise import measured, noise_scale, stretch
 from tests.fixtures.commands import Done, command
 from tests.fixtures.small_runs import folder, train
 
@@ -66,7 +66,7 @@ def trained(folder: Path) -> Done:
 
 
 def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
-    products, groups = measured(saved_run.find(Path("noisy"), 2, False), 3)
+    products, groups = measured(open_model(Path("noisy"), 2, False, needs_run=True), 3)
     lines = Path("noisy/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     norms = {row["step"]: row["grad_norm"] for row in rows if "grad_norm" in row}
@@ -78,9 +78,33 @@ def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
     assert fourth != pytest.approx(norms[4], rel=1e-5)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("trained_examples", "batch", "epoch", "expected"),
+    [
+        (320, 64, 1437, (5, False)),
+        (64 * 17, 64, 1437, (23, False)),  # 16 of them reach into the second epoch
+        (100, 64, 1437, (2, False)),
+        (0, 100, 1437, (15, True)),
+        (640, 64, None, (10, False)),
+    ],
+)
+def test_batches_of_two_epochs_are_not_compared(
+    trained_examples: int, batch: int, epoch: int | None, expected: tuple[int, bool]
+):
+    assert stretch(trained_examples, 16, batch, epoch) == expected
+
+
+def test_batches_that_share_examples_are_said(trained: Done):
+    done = command("noise noisy --step 4 --batches 3 --data.batch-size 704")
+    assert done.code == 0
+    assert "caution: 3 batches of 704 reach into another epoch of" in done.err
+
+
 def test_the_command(trained: Done):
     done = command("noise noisy --step 4 --batches 4 --json noise.json")
     assert done.code == 0
+    assert not done.err
     numbers = json.loads(Path("noise.json").read_text())
     scale = numbers["noise_scale"]
     assert (numbers["step"], numbers["batch"], numbers["batches"]) == (4, 16, 4)
