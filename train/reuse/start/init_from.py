@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mupax import MupaxError
+from mupax import MupaxError, terminal
 from mupax.disk import path_of
 from mupax.presets import ParamSpec
 from mupax.train.checkpoints.folder import first_of
@@ -107,7 +107,8 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     the tokenizer beside them by default. A run that continues gets the source and the tokenizer
     that it recorded. A run that has a checkpoint never reads the source again. A run that was
     stopped before its first checkpoint starts from the source once more. Every process of the run
-    must call this function.
+    must call this function. A caution says if a run that continues has another source than the
+    config names.
 
     Args:
         folder: workdir of the run. It is read only if `held`.
@@ -124,6 +125,14 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         init = InitConfig()
         if recorded_init:
             init = from_json({**to_json(config), "init": recorded_init}).init
+        if start.init_from is not None and not _is_source(start.init_from, init.init_from):
+            if processes.leader:
+                begin = init.init_from or "fresh parameters"
+                terminal.note(
+                    f"caution: the run in {folder} started from {begin} and goes on, so that "
+                    f"--init-from {start.init_from} is not read; give another --workdir to start "
+                    "from it"
+                )
         current = to_json(config)
         resumed = with_tokenizer_of_source(current, record)
         # `with_tokenizer_of_source` returns its argument where nothing changes.
@@ -139,6 +148,19 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     )
     exact = dataclasses.replace(start, init_from=path)
     return _with_tokenizer(dataclasses.replace(config, init=exact))
+
+
+def _is_source(path: str, recorded: str | None) -> bool:
+    """Return whether a path names the recorded source of a run, perhaps without its step.
+
+    Args:
+        recorded: exact path of the source (`settled`), or `None` for fresh parameters.
+    """
+    if recorded is None:
+        return False
+    source = path_of(recorded)
+    # The recorded path of a run is WORKDIR/checkpoints/STEP, and that of weights may be a file.
+    return path_of(path).absolute() in (source, source.parent, source.parent.parent)
 
 
 def _with_tokenizer(config: Config) -> Config:

@@ -86,6 +86,10 @@ def test_a_run_starts_from_another_and_needs_it_once(current: Path) -> None:
     resume = f"{TRAIN} --steps 4 --workdir plain --resume"
     assert "resuming lm-tiny at step 2 of 4" in succeed(resume).out
     assert read_json("plain/config.json")["config"]["init"] == recorded
+    assert "is not read" not in succeed(resume, "--init-from old").err
+    goes_on = "old/checkpoints/4 and goes on, so that --init-from other is not read"
+    assert goes_on in succeed(resume, "--init-from other").err
+    assert read_json("plain/config.json")["config"]["init"] == recorded
     # Stopped before its first checkpoint it would need the source again, and says so.
     shutil.rmtree("plain/checkpoints")
     assert "old holds no run (config.json is missing)" in refuse(resume)
