@@ -23,6 +23,7 @@ from mupax.train.reuse.generate.sampling import (
     Sampling,
     TracedSampling,
     draw,
+    random_key,
 )
 from mupax.zoo.definition import Arrays, multiplied
 from mupax.zoo.layers import cache as kv_cache
@@ -168,7 +169,7 @@ class Generator:
                 f"{prompt.shape}"
             )
         limit = self.model.sizes()["position"]
-        key = jax.random.key(seed)
+        key = random_key(seed)
         traced_sampling = None if sampling is None else TracedSampling.of(sampling)
         num_rows = samples or self.samples
         # Tokens before the last S are never read again, because no context is longer.

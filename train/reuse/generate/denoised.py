@@ -29,7 +29,13 @@ from mupax.train.data.text.denoising import noise_of
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.data.text.vocabulary import SpecialIds, special_ids
 from mupax.train.reuse.generate.decode import centered, multiply_all
-from mupax.train.reuse.generate.sampling import DEFAULT, DecodingError, Sampling, draw
+from mupax.train.reuse.generate.sampling import (
+    DEFAULT,
+    DecodingError,
+    Sampling,
+    draw,
+    random_key,
+)
 from mupax.train.reuse.generate.writing import check_known
 from mupax.train.reuse.trained import TrainedModel
 from mupax.zoo.definition import Arrays
@@ -156,7 +162,7 @@ class Seq2SeqGenerator:
                 f"{length} tokens cannot be written; write 1 to {longest}, the model's longest text"
             )
         arrays = (np.asarray(inputs, np.int32), np.asarray(input_mask, np.int32))
-        out_BT, count_B, finite = self._run(self._weights, arrays, length, jax.random.key(seed))
+        out_BT, count_B, finite = self._run(self._weights, arrays, length, random_key(seed))
         if not finite:
             raise DecodingError(
                 "the logits hold nan or inf: the model has diverged, there is nothing to write"

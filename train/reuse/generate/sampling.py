@@ -72,6 +72,23 @@ class TracedSampling(NamedTuple):
 DEFAULT = Sampling()
 
 
+def random_key(seed: int, impl: str | None = None) -> jax.Array:
+    """Return the random key of a seed, which is a whole number from 0 of any size.
+
+    Seeds below 2^32 have the key of `jax.random.key`.
+
+    Args:
+        impl: JAX's PRNG implementation, by default that of the process.
+    """
+    high, low = divmod(seed, 2**32)
+    key = jax.random.key(low, impl=impl)
+    # `jax.random.key` reads 32 bits alone, so that 2^32 would have the draws of 0.
+    while high:
+        high, word = divmod(high, 2**32)
+        key = jax.random.fold_in(key, word)
+    return key
+
+
 def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | TracedSampling) -> jax.Array:
     """Draw one token per row, int32 [B].
 

@@ -21,7 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax.train.reuse.generate.decode import MOST, Generator
-from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw_each
+from mupax.train.reuse.generate.sampling import (
+    DecodingError,
+    Sampling,
+    draw_each,
+    random_key,
+)
 from mupax.zoo.layers import cache as kv_cache
 from mupax.zoo.layers.cache import Cache
 
@@ -313,7 +318,7 @@ class Slots:
         generator = self._generator
         if text.key is None:
             # On the host, where the rows of all texts are assembled for every call.
-            text.key = np.asarray(jax.random.key_data(jax.random.key(text.seed, impl=PRNG)))
+            text.key = np.asarray(jax.random.key_data(random_key(text.seed, PRNG)))
         padded_1P = generator.padded(context_P[None])
         size = np.int32(context_P.size)
         arguments = (generator.weights, generator.forward, padded_1P, size)

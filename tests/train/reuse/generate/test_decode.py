@@ -177,7 +177,8 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone() -> None:
     assert len({tuple(row) for row in texts}) == 3
     np.testing.assert_array_equal(alone.complete(PROMPT, 20, seed=1)[0], texts[0])
     np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), texts[:, :7])
-    assert not np.array_equal(alone.complete(PROMPT, 20, seed=2)[0], texts[0])
+    for other in (2, 2**32 + 1, 2**64 + 1):
+        assert not np.array_equal(alone.complete(PROMPT, 20, seed=other)[0], texts[0])
 
 
 def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:

@@ -111,6 +111,19 @@ def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
     assert rows[0].written_ids != rows[1].written_ids
 
 
+def test_seeds_that_differ_above_32_bits_have_different_texts() -> None:
+    slots = empty_slots("rotary")
+    texts = [Text(text().prompt, 30, seed, 0, SAMPLING) for seed in (7, 2**32 + 7)]
+    for large in texts:
+        slots.join(large)
+    tokens = [written(slots, large)[0] for large in texts]
+    assert tokens[0] != tokens[1]
+    (expected,) = np.concatenate(
+        [*generator_of("rotary").stream(text().prompt, 30, 2**32 + 7, sampling=SAMPLING)], axis=1
+    )
+    np.testing.assert_array_equal(tokens[1], expected)
+
+
 def test_a_text_that_is_put_aside_goes_on_as_if_it_had_stayed() -> None:
     slots = empty_slots("rotary")
     stays = text()
