@@ -17,6 +17,10 @@ class DecodingError(MupaxError):
     """Error for a text that cannot be generated as requested. The message says what to write."""
 
 
+SMALLEST_TEMPERATURE = 1e-30
+"""Smallest divisor of the logits. Quotients of a smaller one can be too large for float32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """Rule for drawing a token from logits. The order is temperature, top-k, top-p.
@@ -26,7 +30,10 @@ class Sampling:
     """
 
     temperature: float = 0.8
-    """Divisor of the logits. 0 takes the likeliest token."""
+    """Divisor of the logits. 0 takes the likeliest token.
+
+    A positive value below `SMALLEST_TEMPERATURE` becomes 0.
+    """
     top_k: int | None = None
     """Draw only among the k likeliest tokens. Of tied tokens, those with lower ids count first."""
     top_p: float | None = None
@@ -41,6 +48,9 @@ class Sampling:
                 f"temperature is {self.temperature}; write 0 for the likeliest token, or a "
                 "positive number"
             )
+        # Infinite quotients would tie, and the token with the lowest id would win.
+        if self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_k is not None and self.top_k < 1:
             raise DecodingError(
                 f"top-k is {self.top_k}; write at least 1, or leave it out to draw among all tokens"

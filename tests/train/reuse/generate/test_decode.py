@@ -94,6 +94,12 @@ def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
     assert set(drawn(GREEDY)) == {1}
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-38, 1e-30])
+def test_a_temperature_near_zero_takes_the_likeliest_token(temperature: float) -> None:
+    for sampling in (Sampling(temperature), Sampling(temperature, top_p=0.5)):
+        assert set(drawn(sampling, 100 * jnp.asarray(LOGITS))) == {1}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("sampling", "message"),
