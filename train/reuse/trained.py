@@ -521,7 +521,11 @@ def open_model(
         # The separator beside the weights is a token of their own tokenizer.
         data = dataclasses.replace(data, separator=None)
     data = dataclasses.replace(data, **changes)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, data=data))
+    # No command that uses a model shows images in TensorBoard. A run's number of them would be
+    # compared with the smaller batches of such commands, and refused.
+    log = dataclasses.replace(model.config.log, images=None)
+    config = dataclasses.replace(model.config, data=data, log=log)
+    return dataclasses.replace(model, config=config)
 
 
 def read(

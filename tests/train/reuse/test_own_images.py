@@ -27,7 +27,7 @@ from mupax.zoo.transformer import RoutingConfig
 from tests.fixtures.devices import one_device
 from tests.fixtures.idle_steps import steps_idle
 from tests.fixtures.programs import shared_programs
-from tests.train.reuse.commands import call, read_json, refuse, rows_with, succeed
+from tests.train.reuse.commands import call, change_json, read_json, refuse, rows_with, succeed
 from tests.train.reuse.random_weights import LLAMA, published
 
 __all__ = ["one_device", "shared_programs"]  # fixtures
@@ -167,6 +167,17 @@ def test_predictions_are_those_of_the_evaluation(digits: Any) -> None:
     exact = exact_log_probabilities(digits)[range(NUM_DIGITS), digits.target[:NUM_DIGITS]]
     # The files hold values in 1/255, the data in 1/16.
     assert log_likelihood / NUM_DIGITS == pytest.approx(exact.mean(), abs=2e-2)
+
+
+def test_a_run_that_logged_more_images_than_are_predicted_answers() -> None:
+    shutil.copytree("vit", "logged")
+    config = config_of("logged")
+    change_json(
+        Path("logged/config.json"),
+        config=config | {"log": config["log"] | {"images": 8, "tensorboard": True}},
+    )
+    assert predicted("logged digits/3/3.png") == predicted("vit digits/3/3.png")
+    succeed("eval logged --data.eval-batch-size 4 --data.eval-examples 4")
 
 
 def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
