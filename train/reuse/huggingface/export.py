@@ -155,6 +155,8 @@ def write_text_files(
             f"the tokenizer {text.name} was not found on this machine; give its file as "
             "--tokenizer FILE"
         )
+    if text.caution:
+        notes.append(text.caution)
     if text.lost_template:
         notes.append(text.lost_template)
     note_on_end = tokenizer_files.note_on_end(text)
@@ -204,7 +206,8 @@ def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> Te
         separator: token of `file` that ends a text, by default found by its usual names.
 
     Raises:
-        UsageError: a separator for a model that has one.
+        UsageError: a separator for a model that has one, or a tokenizer for a model of images or
+            for a run that has another one.
         DataError: the file is no tokenizer, or has no token that ends a text.
     """
     if separator is not None and (file is None or model.run is not None):
@@ -213,6 +216,11 @@ def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> Te
             reason = "a run has its own"
         raise command_line.UsageError(f"--separator {separator}: {reason}; leave it out")
     if model.model.task != "tokens":
+        if file is not None:
+            raise command_line.UsageError(
+                f"--tokenizer {file} is for models of text, and {model.path} holds a "
+                f"{model.model.family}; leave it out"
+            )
         return TextFiles(None)
     if model.run is not None:
         return _text_of_run(model, file)
@@ -233,12 +241,18 @@ def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
     """Return a run's tokenizer, with the separator of its documents, and its chat template.
 
     Args:
-        replacement: tokenizer.json to use in place of the run's own file.
+        replacement: tokenizer.json to use if the run's own file is lost.
+
+    Raises:
+        UsageError: the run's tokenizer is not lost, and another one is given.
     """
     config = model.config
     facts = model.facts
     name = config.data.tokenizer
     own_file = model.tokenizer_file()
+    caution = None
+    if replacement is not None and not name.startswith("ids:"):
+        caution = _check_replacement(model, replacement, own_file)
     data = own_files.settings(config.data, facts, model.assets)
     template, lost = _template_of_run(data, facts, own_file or replacement)
 
@@ -254,7 +268,46 @@ def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
             separator = _token(file, encoder.separator)
         encoder = _opened(file, separator)
     is_chat = config.data.name.startswith("chat:")
-    return TextFiles(name, file, encoder, template, is_chat, lost)
+    return TextFiles(name, file, encoder, template, is_chat, lost, caution)
+
+
+def _check_replacement(model: TrainedModel, file: Path, own_file: Path | None) -> str | None:
+    """Return a caution if a tokenizer.json is not the one that made a run's tokens.
+
+    The result is `None` for the right file, and for a run of an older version without a record.
+
+    Args:
+        own_file: the run's tokenizer.json, or `None` if the run reads bytes or the file is lost.
+
+    Raises:
+        UsageError: the run's tokenizer is known, and `file` is another one.
+    """
+    advice = "ids of one mean other text to the other; leave --tokenizer out"
+    if model.config.data.tokenizer == "bytes":
+        raise command_line.UsageError(
+            f"--tokenizer {file}: the tokens of {model.path} are bytes; {advice}"
+        )
+    key = model.facts.get("tokenizer")
+    if key is None:
+        return None
+    try:
+        is_own = _opened(file, model.config.data.separator).key == key
+    except DataError:
+        # A file that lacks the run's separator is another tokenizer, too.
+        if own_file is None:
+            raise
+        is_own = False
+    if is_own:
+        return None
+    if own_file is not None:
+        raise command_line.UsageError(
+            f"--tokenizer {file} is another tokenizer than that of {model.path}; {advice}"
+        )
+    # The file may be the run's own in another spelling, so that it is not refused.
+    return (
+        f"caution: {file} is not, to the byte, the tokenizer that made the run's tokens ({key}); "
+        "if it is another one, the exported model reads and writes other text"
+    )
 
 
 def _template_of_run(

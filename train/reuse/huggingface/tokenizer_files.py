@@ -58,6 +58,8 @@ class TextFiles(NamedTuple):
     """Whether the run was trained on conversations."""
     lost_template: str | None = None
     """Note for the user if the run's chat template is lost."""
+    caution: str | None = None
+    """Note for the user if the tokenizer may be another one than that of training."""
 
 
 def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:

@@ -29,7 +29,7 @@ from tests.fixtures.generators import shared_generators
 from tests.fixtures.idle_steps import idle_steps
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_assets import of_an_older_version
-from tests.train.reuse.commands import call, change_json, read_json, succeed
+from tests.train.reuse.commands import call, change_json, read_json, refuse, succeed
 from tests.train.reuse.huggingface.parity_marks import needs_transformers
 from tests.train.reuse.random_weights import LLAMA, published
 
@@ -151,6 +151,26 @@ def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_
     # The export writes as the run does: after the same prompt, and after an empty one.
     for prompt in ("the", "''"):
         assert len(texts_of("said", out, prompt=prompt)) == 1
+
+
+def test_another_tokenizer_than_the_runs_is_refused_unless_that_is_lost(tmp_path: Path) -> None:
+    shutil.copytree("odd", tmp_path / "bytes")
+    config = read_json(tmp_path, "bytes", "config.json")["config"]
+    config["data"] |= {"tokenizer": "bytes", "separator": None}
+    change_json(tmp_path / "bytes/config.json", config=config, data={"tokenizer": "bytes"})
+    of_an_older_version(tmp_path / "bytes")
+    words = "export {} --tokenizer {} --out new"
+    for run, file in (("odd", "chat.json"), ("chat", "said.json")):
+        assert f"is another tokenizer than that of {run}" in refuse(words.format(run, file))
+    assert "are bytes" in refuse(words.format(tmp_path / "bytes", "chat.json"))
+    assert not Path("new").exists()
+
+    succeed(f"export odd --tokenizer odd.json --out {tmp_path / 'same'}")
+    shutil.copytree("chat", tmp_path / "lost")
+    of_an_older_version(tmp_path / "lost")
+    change_json(tmp_path / "lost/config.json", data={"tokenizer": "tokenizer-0000"})
+    text = succeed(words.format(tmp_path / "lost", "chat.json").replace("new", "out/lost")).text
+    assert "caution: chat.json is not, to the byte, the tokenizer" in text
 
 
 def test_a_tokenizer_without_added_tokens_is_copied_to_the_byte() -> None:
