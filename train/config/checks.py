@@ -261,7 +261,8 @@ def trained(
         specs: Declarations of the model's parameters by name.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or none is left to train.
+        ConfigError: A pattern matches no parameter, or none is left to train, or low-rank adapters
+            are all frozen.
     """
     names = set(specs)
     if train_only:
@@ -271,6 +272,13 @@ def trained(
     if not names:
         raise ConfigError(
             "--freeze and --train-only leave no parameter to train; write fewer patterns"
+        )
+    adapters = {name for name, spec in specs.items() if spec.role in (Role.LORA_A, Role.LORA_B)}
+    # Adapters that never move add nothing to the model.
+    if adapters and not adapters & names:
+        raise ConfigError(
+            "--freeze and --train-only leave the adapters of model.lora as they are; "
+            "add lora_a lora_b to --train-only, or leave lora.rank out"
         )
     return select_keys(specs, names)
 

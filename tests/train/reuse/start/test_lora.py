@@ -123,6 +123,8 @@ TUNE = "finetune text.txt --from weights --data.tokenizer bytes --dry-run"
         (f"{TUNE} --lora.rank 2 --lora.alpha -1", "lora.alpha is -1.0; write a number above 0"),
         (f"{TUNE} --lora.rank 2 --lora.on embedding", "embedding"),
         (f"{TUNE} --lora.rnk 2", "--lora.rank"),
+        (f"{TUNE} --lora.rank 2 --train-only readout", "add lora_a lora_b to --train-only"),
+        (f"{TUNE} --lora.rank 2 --freeze lora_a lora_b", "leave no parameter to train"),
         (
             f"{FROM_RUN} --workdir moments --init-optimizer",
             "trained low-rank adapters, which are merged into their matrices here",
