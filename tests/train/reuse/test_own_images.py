@@ -368,6 +368,21 @@ def test_the_adam_part_of_muon_is_fine_tuned_at_the_same_share_of_its_rate() -> 
     assert adapters["peak_lr"] > optimizer["peak_lr"]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--preset sp", "caution: that rate is for another preset, base or constants"),
+        ("--optimizer.name lion", "caution: that rate is for the optimizer adamw, and this run"),
+        ("--optimizer.name lion --optimizer.peak-lr 0.001", "as asked"),
+        ("--preset.form plain", "0.3 times"),
+    ],
+)
+def test_a_rate_of_another_preset_or_optimizer_is_cautioned(words: str, expected: str) -> None:
+    err = succeed("finetune letters --from vit --print-config", words).err
+    assert expected in err
+    assert ("caution" in err) == ("caution" in expected)
+
+
 def test_a_language_model_goes_on_with_its_own_tokens() -> None:
     Path("prose").mkdir()
     Path("prose", "a.txt").write_text("once upon a time\n" * 99)

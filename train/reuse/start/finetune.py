@@ -201,7 +201,36 @@ def command(argv: Sequence[str]) -> cli.Command:
     reader = cli.FlagReader(NAME, own_flags, ("--",))
     run = cli.parse(NAME, lambda: defaults.config, other_words, infers_sizes=False, reader=reader)
     terminal.note(_summary(run.config, defaults, origin, args.lora))
+    caution = _caution(run.config, defaults.config)
+    if caution:
+        terminal.note(caution)
     return run
+
+
+def _caution(config: Config, default: Config) -> str:
+    """Return a caution if a default learning rate is for another preset or optimizer, else "".
+
+    Args:
+        config: config of the run, with its flags.
+        default: config before flags.
+    """
+    rates = config.optimizer
+    default_rates = default.optimizer
+    if (rates.peak_lr, rates.adam_lr) != (default_rates.peak_lr, default_rates.adam_lr):
+        return ""
+    changes = []
+    if rates.name != default_rates.name:
+        changes.append(f"the optimizer {default_rates.name}, and this run has {rates.name}")
+    # Learning rates are the same in every form of a preset.
+    preset = dataclasses.replace(config.preset, form=default.preset.form)
+    if preset != default.preset:
+        changes.append("another preset, base or constants than this run's")
+    if not changes:
+        return ""
+    return (
+        f"caution: that rate is for {', and for '.join(changes)}; the same number is another step "
+        "there: write --optimizer.peak-lr"
+    )
 
 
 def _summary(
