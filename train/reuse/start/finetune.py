@@ -200,6 +200,11 @@ def command(argv: Sequence[str]) -> cli.Command:
     own_flags = ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"]
     reader = cli.FlagReader(NAME, own_flags, ("--",))
     run = cli.parse(NAME, lambda: defaults.config, other_words, infers_sizes=False, reader=reader)
+    if run.config.init.init_from != defaults.config.init.init_from:
+        raise UsageError(
+            f"--from {args.source} and --init-from {run.config.init.init_from} are two sources; "
+            "leave --init-from out"
+        )
     terminal.note(_summary(run.config, defaults, origin, args.lora))
     caution = _caution(run.config, defaults.config)
     if caution:
