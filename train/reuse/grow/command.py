@@ -180,7 +180,7 @@ def larger(config: Config, args: Grow) -> Config:
     `init` are reset to their defaults.
 
     Raises:
-        ConfigError: unknown model or field, or sizes that do not fit.
+        ConfigError: unknown model or field, a field given twice, or sizes that do not fit.
     """
     model = config.model if args.to is None else configs.get(args.to)
     # A named model has default compute settings. The run keeps its own.
@@ -188,8 +188,12 @@ def larger(config: Config, args: Grow) -> Config:
         **model_to_json(model),
         "compute": dataclasses.asdict(config.model.compute),
     }
+    paths = set()
     for word in args.set:
         path, equals, value = word.removeprefix("model.").partition("=")
+        if path in paths:
+            raise configs.ConfigError(f"--set {word}: {path} is given twice; write it once")
+        paths.add(path)
         *owners, field = path.split(".")
         holder = values
         for owner in owners:

@@ -186,6 +186,7 @@ def test_a_run_is_grown_and_goes_on(current: Path) -> None:
         ("--set depth=three", "model.depth is 'three'"),
         ("--to lm-tniy", "no model is named 'lm-tniy'; did you mean lm-tiny"),
         ("--set depth=2 --steps 4", "--steps 4 is the length of the whole run, and old has done 4"),
+        ("--set depth=2 model.depth=3", "--set model.depth=3: depth is given twice"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(words: str, message: str) -> None:
