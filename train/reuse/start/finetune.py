@@ -217,7 +217,7 @@ def _caution(config: Config, default: Config) -> str:
 
     Args:
         config: config of the run, with its flags.
-        default: config before flags.
+        default: config whose learning rate was chosen, before flags changed it.
     """
     rates = config.optimizer
     default_rates = default.optimizer
