@@ -312,6 +312,8 @@ def test_the_sources_own_classes_keep_its_readout(tuned: str) -> None:
     config = json.loads(result.out)
     assert config["init"]["init_new"] == []
     assert config["workdir"] == "runs/finetune-digits"
+    assert config["optimizer"]["warmup_steps"] == 0
+    assert config["log"]["eval_every_steps"] == 1
     named = succeed("finetune vit digits --from vit --print-config --steps 7")
     assert named.out == result.out
     err = succeed("finetune digits --from vit --print-config --optimizer.peak-lr 0.002").err

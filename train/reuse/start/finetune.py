@@ -24,7 +24,7 @@ from mupax.terminal import counted
 from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
-from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
+from mupax.train.config.run import Config, InitConfig, OptimizerConfig
 from mupax.train.reuse import trained
 from mupax.train.reuse.source import WeightsError
 from mupax.train.reuse.trained import TrainedModel
@@ -197,6 +197,10 @@ def command(argv: Sequence[str]) -> cli.Command:
     else:
         has_tokenizer = any(word.partition("=")[0] == "--data.tokenizer" for word in other_words)
         defaults = _text(args.folder, origin, model, has_tokenizer)
+    steps = cli.value_of("--steps", other_words)
+    # Other words than a number are refused when all flags are read.
+    if steps is not None and steps.isdecimal() and int(steps) > 0:
+        defaults = defaults._replace(config=_with_steps(defaults.config, int(steps)))
     own_flags = ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"]
     reader = cli.FlagReader(NAME, own_flags, ("--",))
     run = cli.parse(NAME, lambda: defaults.config, other_words, infers_sizes=False, reader=reader)
@@ -513,7 +517,7 @@ def _config(
         model: config of the model, with the number of classes and adapters of this run.
         new_params: patterns of parameters that do not come from the source (`init_new`).
     """
-    optimizer = dataclasses.replace(rate_rule(origin).optimizer, warmup_steps=steps // 10)
+    optimizer = rate_rule(origin).optimizer
     train_only: tuple[str, ...] = ()
     if isinstance(model, TransformerConfig) and model.lora.rank is not None:
         optimizer = _with_rates_times(optimizer, ADAPTERS_TIMES)
@@ -525,15 +529,25 @@ def _config(
         # Other commands, too, take the moving average for a run that keeps one.
         init_ema=origin.config.ema.decay is not None,
     )
-    return Config(
+    config = Config(
         recipe=NAME,
         model=model,
         data=data,
         preset=preset_of_source(origin),
         optimizer=optimizer,
         init=init,
-        log=LogConfig(eval_every_steps=max(1, steps // 4)),
         steps=steps,
         train_only=train_only,
         workdir=str(Path("runs") / f"finetune-{folder.absolute().name}"),
     )
+    return _with_steps(config, steps)
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    """Return the config of a run of `steps` steps, with a warmup and evaluations to match.
+
+    The warmup is a tenth of the steps. A quarter of them lies between two evaluations.
+    """
+    optimizer = dataclasses.replace(config.optimizer, warmup_steps=steps // 10)
+    log = dataclasses.replace(config.log, eval_every_steps=max(1, steps // 4))
+    return dataclasses.replace(config, steps=steps, optimizer=optimizer, log=log)
