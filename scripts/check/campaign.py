@@ -31,6 +31,7 @@ from scripts.check import own_models
 from scripts.check.mutants import COLUMNS, Mutant
 from scripts.check.mutation_suite import MORE_SEEDS, STUDIES, Suite
 from scripts.check.wrong_tables import LM, MENDING, MODELS
+from scripts.pages.markdown import table
 
 RECORD = ROOT / "docs" / "evidence" / "check-campaign.json.gz"
 COMMAND = "python -m scripts.check.campaign"
@@ -305,12 +306,11 @@ def lines() -> list[str]:
         f"zoo. Wrong rules are `mup` with one error. If they pass with {SEEDS} seeds, they are tried with",
         f"{MORE_SEEDS}. There are {num_series} series of growing models.{unfinished}",
         "",
-        f"| correct checks | {' | '.join(columns)} |",
-        f"|---|{'---|' * len(columns)}",
     ]
+    cells = [["correct checks", *columns]]
     for kind, name in NAMES.items():
-        cells = [_cell(record, kind, column) for column in columns]
-        page.append(f"| {name} | {' | '.join(cells)} |")
+        cells.append([name, *(_cell(record, kind, column) for column in columns)])
+    page.append(table(cells))
 
     wrong: list[str] = []
     for task in record.values():

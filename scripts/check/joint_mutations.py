@@ -11,14 +11,10 @@ docs/evidence/joint-mutations.json and its section of the page.
 from __future__ import annotations
 
 import dataclasses
-import json
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
-
-import jax
 
 from mupax.presets import horizon
 from mupax.presets.analysis.joint_limits import OBSERVABLES, troubles
@@ -146,18 +142,14 @@ def main() -> None:
         for mutant in mutants(rule, grows):
             rows.append(row(mutant, suite.run(mutant)))
             print(mutant, rows[-1]["wrong"], rows[-1]["table"], flush=True)
-    about = {
-        "command": COMMAND,
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-    }
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    RECORD.write_text(f'{json.dumps(about)[:-1]}, "mutants": [\n{lines}\n]}}\n')
+    about = {"command": COMMAND, "versions": harness.versions()}
+    RECORD.write_text(harness.with_rows(about, "mutants", rows))
     write_section(PAGE, "joint-mutations", markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
     """Return the rows of the committed record."""
-    return json.loads(RECORD.read_text())["mutants"]
+    return harness.read_rows(RECORD, "mutants")
 
 
 def named(row: dict[str, Any]) -> bool:

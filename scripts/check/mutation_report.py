@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mupax.train.studies.check import theory
 from scripts.check.mutants import COLUMNS
 from scripts.check.mutation_suite import MORE_SEEDS, ROUND_OFF, SEEDS, SIZES, Outcome
+from scripts.pages.markdown import table
 
 Outcomes = Mapping[str, Sequence[Outcome]]
 """Outcomes of the mutants of each study, by the name of the study."""
@@ -60,7 +61,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         f"({share_by_activations}). A weight's initial size (`weight`), first step (`movement`) or "
         f"gradient catches the other {num_caught - num_by_activations}.",
         "",
-        *_shares(outcomes),
+        _shares(outcomes),
     ]
     lines += ["", f"### Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
     lines += ["", "### Missed", "", *(_misses(outcomes) or ["None."])]
@@ -68,10 +69,10 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shares(outcomes: Outcomes) -> list[str]:
+def _shares(outcomes: Outcomes) -> str:
     """Return the table of caught mutants, with a row per study and a column per rule's column."""
     head = ["study", *COLUMNS, "by activations", "change no training"]
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = [head]
     for study, study_outcomes in outcomes.items():
         num_training = 0
         num_by_activations = 0
@@ -90,8 +91,8 @@ def _shares(outcomes: Outcomes) -> list[str]:
             cells.append(f"{caught[column]} of {total}" if total else "")
         cells.append(f"{num_by_activations} of {num_training}")
         cells.append(str(len(study_outcomes) - num_training))
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
+        rows.append(cells)
+    return table(rows)
 
 
 def _misses(outcomes: Outcomes) -> list[str]:

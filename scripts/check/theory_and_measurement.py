@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import collections
 import json
-import platform
 from typing import Any
-
-import jax
 
 from mupax import presets
 from mupax.presets.optimizers import OPTIMIZERS
@@ -24,7 +21,7 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT, harness
 from scripts.check import PAGE
-from scripts.pages.markdown import write_section
+from scripts.pages.markdown import table, write_section
 
 OUT = ROOT / "docs" / "evidence" / "theory-and-measurement.json.gz"
 NAMES = (
@@ -78,10 +75,9 @@ def main() -> None:
             findings = check.judge(measured, [1, 2, 4, 8], expected)
             rows.append(report.to_json(findings, {"preset": name, "grow": axis}))
             print(axis, name, report.plain(report.verdict_line(findings)), flush=True)
-    versions = {"python": platform.python_version(), "jax": jax.__version__}
     about = {
         "command": "python -m scripts.check.theory_and_measurement",
-        "versions": versions,
+        "versions": harness.versions(),
         "optimizer": "adam",
         "model": "lm-proxy",
     }
@@ -111,7 +107,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for axis, symbol in GROWN.items():
         lines += ["", f"### Growing {axis} ({symbol})", ""]
         head = ["preset", *(f"{name}, step {step}" for name, step in SHOWN), "check"]
-        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         # Presets whose rules agree under this axis share a row.
         names: dict[tuple[str, ...], list[str]] = {}
         for row in rows:
@@ -120,8 +115,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             observables = {(o["observable"], o["step"]): o for o in row["observables"]}
             shown = [_cell(observables.get(key)) for key in SHOWN]
             names.setdefault((*shown, _verdict(row)), []).append(f"`{row['preset']}`")
-        for cells, presets_of_row in names.items():
-            lines.append(f"| {', '.join(presets_of_row)} | {' | '.join(cells)} |")
+        body = [[", ".join(presets_of_row), *cells] for cells, presets_of_row in names.items()]
+        lines.append(table([head, *body]))
     return "\n".join(lines) + "\n"
 
 

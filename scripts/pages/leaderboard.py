@@ -123,19 +123,15 @@ def section(entries: Sequence[Row]) -> str:
     selected = [row for row in entries if row.study.startswith(f"{PART}/")]
     for task in dict.fromkeys(row.task for row in selected):
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
-        lines += [
-            "| preset | verdict | price | drift | loss |",
-            "|---|---|---|---|---|",
-        ]
-
         # Presets that are one rule on this axis have the same numbers: they share a line.
         names: dict[tuple[str, ...], list[str]] = {}
         for row in selected:
             if row.task == task:
                 names.setdefault(tuple(_cells(row)), []).append(f"`{row.preset}`")
+        rows = [["preset", "verdict", "price", "drift", "loss"]]
         for cells, presets_of_line in names.items():
-            lines.append(f"| {' | '.join([', '.join(presets_of_line), *cells])} |")
-        lines.append("")
+            rows.append([", ".join(presets_of_line), *cells])
+        lines += [markdown.table(rows), ""]
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
     if missing:

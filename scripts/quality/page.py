@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from scripts.pages.markdown import table
 from scripts.quality.cells import CELLS, OUT
 
 JOINS = 0.005
@@ -119,9 +120,13 @@ def _summary(cells: Sequence[Record]) -> list[str]:
 
     A row has the arm's loss less `sp`'s at every size but the base.
     """
-    lines = [
-        "| section | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
-        "|---|---|---|---|",
+    rows = [
+        [
+            "section",
+            "transferred from the base",
+            "less `sp`, in nats, at 2, 4 and 8 times",
+            "not worse",
+        ]
     ]
     for cell in cells:
         baseline = _most_tuned_sp(cell["arms"])
@@ -130,7 +135,7 @@ def _summary(cells: Sequence[Record]) -> list[str]:
             if arm["tuned"] or arm["ablation"]:
                 continue
             differences = _differences(arm, baseline)
-            figures = ", ".join(map(_interval, differences))
+            figures = ", ".join(map(difference_text, differences))
             # A loss of None is that of a seed that diverged.
             if any(None in row["losses"] for row in arm["sizes"]):
                 verdict = "no, a seed diverged"
@@ -140,8 +145,8 @@ def _summary(cells: Sequence[Record]) -> list[str]:
                 verdict = "yes"
             else:
                 verdict = "no"
-            lines.append(f"| {cell['cell']} | {arm['label']} | {figures} | {verdict} |")
-    lines.append("")
+            rows.append([cell["cell"], arm["label"], figures, verdict])
+    lines = [table(rows), ""]
     trained = {cell["cell"] for cell in cells}
     missing = [name for name in CELLS if name not in trained]
     if missing:
@@ -202,28 +207,28 @@ def _section(cell: Record) -> list[str]:
         f"Base: [{cell['axis']} {base['size']}](quality/{name}/result.json), loss "
         f"{_loss(base['losses'])} nats.",
         "",
-        f"| {cell['axis']} | {' | '.join(header)} |",
-        f"|---|{'---|' * len(header)}",
     ]
+    rows = [[cell["axis"], *header]]
     for arm in arms:
         cells = [_loss(row["losses"]) for row in arm["sizes"][1:]]
         is_complete = len(cells) == len(sizes)
         cells += [""] * (len(header) - len(cells))
         if arm["ablation"] and is_complete:
             cells[-1] = _reference_difference(arm["sizes"][-1])
-        lines.append(f"| {arm['label']} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        rows.append([arm["label"], *cells])
+    return [*lines, table(rows), ""]
 
 
 def _loss(losses: Sequence[float | None]) -> str:
     return "diverged" if None in losses else f"{np.mean(np.array(losses, float)):.4f}"
 
 
-def _interval(gap: Difference) -> str:
+def difference_text(gap: Difference) -> str:
+    """Return a difference with its interval, as a cell of a table."""
     return f"{gap.mean:+.4f} ± {gap.half_width:.4f}"
 
 
 def _reference_difference(row: Record) -> str:
     """Return the reference's loss less an arm's at one size, empty if there is no comparison."""
     differences = row["reference_minus_this"]
-    return _interval(difference(differences)) if differences else ""
+    return difference_text(difference(differences)) if differences else ""

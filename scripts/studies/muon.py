@@ -34,7 +34,7 @@ from mupax.train.studies.transfer import study
 from scripts import ROOT, harness
 from scripts.pages.markdown import table, write_section
 from scripts.quality.measuring import without_curves
-from scripts.quality.page import Difference, difference
+from scripts.quality.page import difference, difference_text
 
 OUT = ROOT / "docs" / "evidence" / "muon"
 """Folder of the rows and of result.json."""
@@ -169,7 +169,7 @@ def markdown(result: dict[str, Any]) -> str:
                 str(size["heads"]),
                 f"{muon.mean():.4f}",
                 f"{adamw.mean():.4f}",
-                _interval(difference(muon - adamw)),
+                difference_text(difference(muon - adamw)),
             ]
         )
     decay = result["decay"]
@@ -188,11 +188,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _compared(losses: np.ndarray, lowest: np.ndarray) -> list[str]:
     """Return the cells of a weight decay's mean loss and of its difference from the lowest."""
-    return [f"{losses.mean():.4f}", _interval(difference(losses - lowest))]
-
-
-def _interval(gap: Difference) -> str:
-    return f"{gap.mean:+.4f} ± {gap.half_width:.4f}"
+    return [f"{losses.mean():.4f}", difference_text(difference(losses - lowest))]
 
 
 @dataclass(frozen=True)

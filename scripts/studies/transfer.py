@@ -29,6 +29,7 @@ from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
 from scripts import ROOT, harness
+from scripts.pages.markdown import table
 from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "evidence" / "transfer"
@@ -218,20 +219,18 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         axis = record["studies"][0]["axis"]
         picture = f"![Loss against learning rate](transfer/{name}/{axis}.png)"
         lines += [f"## {name}", "", ABOUT[name], "", picture, ""]
-        lines.append("| preset | verdict | price | drift | loss | seeds |")
-        lines.append("|---|---|---|---|---|---|")
-        lines += [_row(study) for study in record["studies"]]
-        lines.append("")
+        head = ["preset", "verdict", "price", "drift", "loss", "seeds"]
+        lines += [table([head, *map(_row, record["studies"])]), ""]
 
     page = PAGE.read_text()
     end = page[page.index(LAST_SECTIONS) :]
     return "\n".join([*lines, verdicts.document(), end])
 
 
-def _row(study: Mapping[str, Any]) -> str:
-    """Return the table row of one preset's study."""
+def _row(study: Mapping[str, Any]) -> list[str]:
+    """Return the table cells of one preset's study."""
     largest = study["sizes"][-1]
-    cells = [
+    return [
         f"`{study['preset']}`",
         study["verdict"],
         interval_text(largest["price_of_not_tuning"], ".3f"),
@@ -239,7 +238,6 @@ def _row(study: Mapping[str, Any]) -> str:
         loss_text(largest["loss"]),
         f"{study['seeds']}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def loss_text(loss: float | None) -> str:
