@@ -8,13 +8,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from mupax.disk import path_of
 from mupax.terminal import counted
 from mupax.train.data import cache
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations, Windows
-from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import contents, duplicates, splits, user_files
 from mupax.train.data.sources import training_texts
@@ -59,16 +57,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         )
     check_vocabulary(config, encoder, model)
 
-    field = FIELD if config.field == type(config).field else config.field
-    files = user_files.files(
-        path_of(config.name.partition(":")[2]),
-        "chat",
-        field,
-        None,
-        note,
-        skip_broken=config.on_broken == "skip",
-        limits=config.limits,
-    )
+    files, field = training_texts.chat_files(config, note)
     tokens = ChatTokens(encoder, template, config.loss_on)
     # "weights" names the version of this reader. Caches from before messages had weights hold other
     # targets.

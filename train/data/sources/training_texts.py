@@ -208,6 +208,23 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
             f"{config.name} has no chat template; write one in jinja2, and its file as "
             "--data.chat-template FILE"
         )
+    files, field = chat_files(config, note)
+    content = contents.digest([path for _, path in files.every()], note)
+    key = cache.digest(content, field, template.source, *map(str, template.tokens.items()))
+    return TrainingTexts(
+        f"chat-{key}",
+        lambda: _written(template, splits.sides(files)),
+        template.special_tokens,
+        (files.broken,),
+    )
+
+
+def chat_files(config: DataConfig, note: cache.Note) -> tuple[user_files.Files, str]:
+    """Find the files of a user's conversations. Return them with the field that has the messages.
+
+    Raises:
+        DataError: The files cannot be read.
+    """
     field = FIELD if config.field == type(config).field else config.field
     files = user_files.files(
         path_of(config.name.partition(":")[2]),
@@ -218,14 +235,7 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
         skip_broken=config.on_broken == "skip",
         limits=config.limits,
     )
-    content = contents.digest([path for _, path in files.every()], note)
-    key = cache.digest(content, field, template.source, *map(str, template.tokens.items()))
-    return TrainingTexts(
-        f"chat-{key}",
-        lambda: _written(template, splits.sides(files)),
-        template.special_tokens,
-        (files.broken,),
-    )
+    return files, field
 
 
 def _written(template: Template, documents: Documents) -> Iterator[bytes]:
