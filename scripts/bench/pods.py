@@ -120,9 +120,7 @@ def compiled(recipe: str, topology: str) -> dict[str, Any]:
     return {"topology": topology, "slices": 1, "program": commits.head(ROOT), **report}
 
 
-def preset_cost(
-    width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup"
-) -> dict[str, Any]:
+def preset_cost(width: int, depth: int, batch_size: int, dtype: str) -> dict[str, Any]:
     """Compile a decoder's step with and without a preset for one v5e chip; compare the costs.
 
     Returns:
@@ -135,6 +133,7 @@ def preset_cost(
     from mupax.train.core.program import assemble
     from scripts.bench.step import preset_cost as bench
 
+    preset = "depth-mup"
     config = bench.config_of(width, depth, batch_size, preset)
     # Attention as ordinary products: a kernel's FLOPs are not in the compiler's count.
     compute = replace(config.model.compute, dtype=dtype, attention="xla")

@@ -58,7 +58,6 @@ def power_law(
     name: str,
     *,
     color: str = BLUE,
-    marker: str = "o",
     predicted: float | None = None,
 ) -> None:
     """Draw geometric means over seeds against sizes, and a faint dot for every seed.
@@ -84,8 +83,7 @@ def power_law(
     axes.plot(
         x,
         middle,
-        "-",
-        marker=marker,
+        "o-",
         color=color,
         markersize=5,
         linewidth=1.4,

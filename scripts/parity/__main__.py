@@ -132,7 +132,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     return Row(model, way, preset, largest, difference)
 
 
-def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ...]:
+def inputs_of(config: TransformerConfig) -> tuple[np.ndarray, ...]:
     """Return random inputs of a model.
 
     Returns:
@@ -140,6 +140,7 @@ def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ..
         tokens and their mask [B, S], and the decoder's tokens [B, T].
     """
     random = np.random.default_rng(1)
+    batch = 3
     if isinstance(config, ImageModel):
         shape = (batch, config.image_size, config.image_size, config.channels)
         return (random.standard_normal(shape).astype(np.float32),)

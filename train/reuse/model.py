@@ -110,7 +110,7 @@ class Model:
         from mupax.train.reuse.generate.sampling import DecodingError, Sampling
         from mupax.train.reuse.generate.writing import prompt_of
 
-        self._opened.check_writes("generate")
+        self._opened.check_writes()
         for name, value in {"tokens": tokens, "seed": seed}.items():
             if value < 0:
                 raise DecodingError(f"{name} is {value}; write a whole number of at least 0")

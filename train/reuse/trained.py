@@ -402,23 +402,15 @@ class TrainedModel:
         if not self.model.generates:
             raise self._other_family(command, "decoders")
 
-    def check_writes(self, command: str) -> None:
-        """Raise `WeightsError` if the model cannot write text, which `command` needs.
-
-        Args:
-            command: command for the message, such as "generate".
-        """
+    def check_writes(self) -> None:
+        """Raise `WeightsError` if the model cannot write text, which `generate` needs."""
         if not (self.model.generates or self.model.denoises):
-            raise self._other_family(command, "decoders and encoder-decoders")
+            raise self._other_family("generate", "decoders and encoder-decoders")
 
-    def check_images(self, command: str) -> None:
-        """Raise `WeightsError` if the model does not read images, which `command` needs.
-
-        Args:
-            command: command for the message, such as "predict".
-        """
+    def check_images(self) -> None:
+        """Raise `WeightsError` if the model does not read images, which `predict` needs."""
         if not isinstance(self.model, ImageModel):
-            raise self._other_family(command, "models of images")
+            raise self._other_family("predict", "models of images")
 
     def _other_family(self, command: str, families: str) -> WeightsError:
         family = self.model.family

@@ -218,15 +218,6 @@ def other_digest() -> None:
     TokenData.__init__ = init
 
 
-def slow_step(call: int, seconds: float) -> Action:
-    """Return an action that delays this process after a step, so that the other one must wait.
-
-    Args:
-        call: Number of the step, from 1.
-    """
-    return on_call(_STEP, call, partial(time.sleep, seconds))
-
-
 def _describe(place: tuple[Place, int]) -> str:
     """Return the name of a moment: the function and the number of its call."""
     (_, function), call = place
@@ -299,7 +290,8 @@ def _stops() -> list[Fault]:
     for title, place in slow_places.items():
         sick = {1: on_call(*place, partial(time.sleep, seconds))}
         faults.append(Fault(f"process 1 slow by {seconds:.0f} s at {title}", "slow", sick))
-    faults.append(Fault("process 1 slow by 5 s between steps", "slow", {1: slow_step(7, 5.0)}))
+    slow_step = on_call(_STEP, 7, partial(time.sleep, 5.0))
+    faults.append(Fault("process 1 slow by 5 s between steps", "slow", {1: slow_step}))
     return faults
 
 

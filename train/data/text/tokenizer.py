@@ -460,20 +460,20 @@ class Subwords:
 
     @property
     def start(self) -> np.ndarray:
-        encoding = self._encoded_alone("a")
+        encoding = self._encoded_letter()
         count = _num_leading_ones(encoding.special_tokens_mask)
         return np.array(encoding.ids[:count], np.int32)
 
     @property
     def end(self) -> np.ndarray:
-        encoding = self._encoded_alone("a")
+        encoding = self._encoded_letter()
         count = _num_leading_ones(encoding.special_tokens_mask[::-1])
         return np.array(encoding.ids[len(encoding.ids) - count :], np.int32)
 
-    def _encoded_alone(self, text: str) -> Any:
-        """Return the library's encoding of a text, with the start and end tokens that it adds."""
+    def _encoded_letter(self) -> Any:
+        """Return the library's encoding of "a", with the start and end tokens that it adds."""
         with self._calling():
-            return self._library.encode(text, add_special_tokens=True)
+            return self._library.encode("a", add_special_tokens=True)
 
     def find(self, *names: str) -> int | None:
         for name in names:

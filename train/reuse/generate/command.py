@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
         run.check_decoder("generate --chat")
         return writing.converse(args, run, sampling)
-    run.check_writes("generate")
+    run.check_writes()
     if run.model.denoises:
         from mupax.train.reuse.generate import denoised
 

@@ -143,7 +143,7 @@ def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
         DataError: The model reads neither 1 nor 3 channels.
         WorkdirError, TensorFileError: The weights are damaged.
     """
-    trained.check_images("predict")
+    trained.check_images()
     assert isinstance(trained.model, ImageModel)
     assert trained.images is not None
     folders.check_channels(str(trained.path), trained.model.channels)

@@ -339,7 +339,7 @@ def gradient(
         # A matrix that its block applies once for each index of a growing axis, such as a Mixer's
         # MLP over patches, which acts on every channel. Each term of its gradient is as large as
         # the gradient of a matrix that reads the stream. The theory does not cover other matrices.
-        exponent = _of_stream(limit, effective)
+        exponent = _of_stream(effective)
     if exponent is None:
         return None
     return exponent + stored + _summed(spec, limit, aligned)
@@ -361,7 +361,7 @@ def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
     return shared if aligned else shared / 2
 
 
-def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
+def _of_stream(effective: Mapping[str, float]) -> float:
     """Return the exponent of the gradient of a matrix that reads the residual stream.
 
     The entries of its inputs are Theta(1).
@@ -428,4 +428,4 @@ def _vector(
         # independent at first (measured: active^-0.47) and get one sign in training, so it has no
         # single exponent.
         return None
-    return _of_stream(limit, effective)
+    return _of_stream(effective)

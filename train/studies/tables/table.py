@@ -47,7 +47,6 @@ class Column:
         meaning: Description with the unit, for messages.
         min_median: Smallest plausible median of the column. A smaller one means a wrong unit.
         max_median: Largest plausible median of the column. A larger one means a wrong unit.
-        required: True if no law can be fitted without this column.
         hint: Advice for messages on the usual mistake behind a median outside of the bounds.
     """
 
@@ -55,7 +54,6 @@ class Column:
     meaning: str
     min_median: float
     max_median: float
-    required: bool = False
     hint: str = ""
 
 
@@ -103,7 +101,6 @@ COLUMNS = {
             "loss at the end in nats per token",
             1e-3,
             15,
-            required=True,
             hint="a loss in bits is written loss=NAME*0.6931; a perplexity is not read",
         ),
         Column(

@@ -25,7 +25,6 @@ from scripts.campaigns.edges.bombs.sample import (
 
 MIB = 2**20
 RATIO = "--data.limits.ratio"
-LENGTH = "--data.limits.record-mib"
 _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa")
 _GOOD = b"".join(
     json.dumps({"text": f"{_WORDS[i % 10]} {i} {_WORDS[i % 7]}"}).encode() + b"\n"
@@ -366,19 +365,17 @@ def _many_columns(folder: Path) -> None:
     )
 
 
-def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Path:
-    """Write rows of ordinary texts, and return the path of the file."""
+def _ordinary(folder: Path) -> Path:
+    """Write 5000 rows of ordinary texts in five row groups, and return the path of the file."""
     import pyarrow as pa
     from pyarrow import parquet
 
     file = folder / "data.parquet"
     texts = []
-    for row in range(rows):
+    for row in range(5000):
         words = [_WORDS[(row * k) % 10] + str(row * k) for k in range(1, 30)]
         texts.append(" ".join(words))
-    parquet.write_table(
-        pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd"
-    )
+    parquet.write_table(pa.table({"text": texts}), file, row_group_size=1000, compression="zstd")
     return file
 
 
