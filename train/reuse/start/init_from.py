@@ -125,14 +125,13 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         init = InitConfig()
         if recorded_init:
             init = from_json({**to_json(config), "init": recorded_init}).init
-        if start.init_from is not None and not _is_source(start.init_from, init.init_from):
-            if processes.leader:
-                begin = init.init_from or "fresh parameters"
-                terminal.note(
-                    f"caution: the run in {folder} started from {begin} and goes on, so that "
-                    f"--init-from {start.init_from} is not read; give another --workdir to start "
-                    "from it"
-                )
+        is_other = start.init_from is not None and not _is_source(start.init_from, init.init_from)
+        if is_other and processes.leader:
+            begin = init.init_from or "fresh parameters"
+            terminal.note(
+                f"caution: the run in {folder} started from {begin} and goes on, so that "
+                f"--init-from {start.init_from} is not read; give another --workdir to start from it"
+            )
         current = to_json(config)
         resumed = with_tokenizer_of_source(current, record)
         # `with_tokenizer_of_source` returns its argument where nothing changes.
