@@ -365,17 +365,19 @@ def _many_columns(folder: Path) -> None:
     )
 
 
-def _ordinary(folder: Path) -> Path:
-    """Write 5000 rows of ordinary texts in five row groups, and return the path of the file."""
+def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Path:
+    """Write rows of ordinary texts, and return the path of the file."""
     import pyarrow as pa
     from pyarrow import parquet
 
     file = folder / "data.parquet"
     texts = []
-    for row in range(5000):
+    for row in range(rows):
         words = [_WORDS[(row * k) % 10] + str(row * k) for k in range(1, 30)]
         texts.append(" ".join(words))
-    parquet.write_table(pa.table({"text": texts}), file, row_group_size=1000, compression="zstd")
+    parquet.write_table(
+        pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd"
+    )
     return file
 
 
