@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -296,6 +297,18 @@ def test_the_page_says_where_a_seed_diverged():
     cell = record([-0.010, -0.011, -0.012])
     cell["arms"][0]["sizes"][1]["losses"][1] = None
     assert "| c | mup |  | no, a seed diverged |" in page.markdown([cell])
+
+
+@pytest.mark.parametrize(("gain", "rows"), [(0.0, 0), (1.0, 2)])
+def test_a_search_of_more_constants_that_ends_at_the_same_setting_has_no_rows(
+    gain: float, rows: int
+):
+    cell = record([-0.010, -0.011, -0.012])
+    longer = copy.deepcopy(cell["arms"][0])
+    longer["label"] = f"mup, {cells.MORE}"
+    longer["sizes"][1]["octaves"]["rates.block.norm_gain"] = gain
+    cell["arms"].append(longer)
+    assert page.markdown([cell]).count("| mup, more constants |") == rows
 
 
 def test_the_committed_page_is_what_its_records_say():
