@@ -830,7 +830,7 @@ def help_line(prog: str, all_flags: str = "--help") -> str:
 
     Args:
         prog: Words before the flags, such as `mupax sweep`.
-        all_flags: Words that list all flags.
+        all_flags: `--help all` for a command whose `--help` leaves flags out.
     """
     return f"`{prog} {all_flags}` lists all flags"
 

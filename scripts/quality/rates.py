@@ -156,7 +156,7 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
     # The left panel's smallest model must fit, whose loss is highest.
     spread = left[0].marked_loss - min(curve.marked_loss for curve in left)
     panels[0].set_ylim(least - 0.03, least + ABOVE + spread)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, pil_kwargs={"optimize": True})
 
 
 def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:

@@ -227,14 +227,15 @@ def parse(
     if {"-h", "--help"} & set(argv):
         listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
     help_line = command_line.help_line(prog, "--help all")
-    known_flags = [*command_line.flags(start), *more_flags]
     if reader is not None:
         help_line = reader.help_line(name, default.model)
-        known_flags = [flag for flag in known_flags if flag.startswith(reader.read)]
-        known_flags += reader.own_flags
     command, unread = command_line.parse_known(
         Command, prog, argv, start, inspect.getdoc(recipe), listing, help_line
     )
+    known_flags = [*command_line.flags(start), *more_flags]
+    if reader is not None:
+        known_flags = [flag for flag in known_flags if flag.startswith(reader.read)]
+        known_flags += reader.own_flags
     # tyro's own error would not name the nearest flag.
     command_line.refuse(unread, known_flags, help_line)
 

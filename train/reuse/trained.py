@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors
 
 if TYPE_CHECKING:
+    from mupax.train.data import Data
     from mupax.zoo.definition import Arrays
 
 NO_DATA = {"tokens": "text:", "images": "images:"}
@@ -737,6 +739,68 @@ def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> T
         data = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
         config = dataclasses.replace(config, data=data)
     return dataclasses.replace(saved, config=config)
+
+
+def check_fits(saved: TrainedModel, data: Data) -> None:
+    """Refuse data of which a token or a label means something else than in the model's training.
+
+    Args:
+        saved: Opened model or run, whose config names the data (`with_flags`).
+
+    Raises:
+        DataError: The data has other tokens or classes than the model.
+    """
+    from mupax.train.data import DataError
+
+    name = saved.config.data.name
+    model_tokenizer = saved.facts.get("tokenizer")
+    data_tokenizer = data.facts.get("tokenizer")
+    if model_tokenizer is not None and model_tokenizer != data_tokenizer:
+        raise DataError(
+            f"the model was trained on tokens of {model_tokenizer}, and {name} is cut into those "
+            f"of {data_tokenizer}; give --data.tokenizer the run's own, as bytes or the path of "
+            "its tokenizer.json"
+        )
+    model_classes = saved.facts.get("class_names")
+    if model_classes:
+        check_classes(model_classes, data.class_names, saved, name)
+
+
+def check_classes(
+    model_classes: Sequence[str], data_classes: Sequence[str] | None, saved: TrainedModel, name: str
+) -> None:
+    """Refuse data whose classes are not those of the run, because label 3 would mean another class.
+
+    Args:
+        model_classes: Classes of the run, in the order of their labels.
+        data_classes: Classes of the data, in the order of their labels. `None` counts as no
+            classes.
+        saved: Opened model, for the path in the message.
+        name: `data.name` of the data, for the message.
+
+    Raises:
+        DataError: The classes differ, or are in another order.
+    """
+    from mupax.train.data import DataError
+
+    if list(model_classes) == list(data_classes or ()):
+        return
+    command = shlex.join(
+        ["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)]
+    )
+    raise DataError(
+        f"the classes of the run in {saved.workdir} are {_listed(model_classes)}, and those of "
+        f"{name} {_listed(data_classes or ())}; give it folders of the same names, or fine-tune on "
+        f"them: `{command}`"
+    )
+
+
+def _listed(classes: Sequence[str]) -> str:
+    """Return the names of the first eight classes, joined by commas, with "…" if there are more."""
+    text = ", ".join(classes[:8])
+    if len(classes) > 8:
+        text += " …"
+    return image_input.printable(text)
 
 
 def recorded_tokenizer(workdir: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from mupax.train.config.metrics import METRICS, shown_everywhere
 from mupax.train.config.run import Config
 
 if TYPE_CHECKING:
-    from mupax.train.data import Data
     from mupax.train.reuse.trained import TrainedModel
 
 
@@ -254,6 +252,7 @@ def _load_data(saved: Any, console: Any) -> Any:
         DataError: The data has other tokens or classes than the model.
     """
     from mupax.train import data as data_sources
+    from mupax.train.reuse import trained
 
     config = saved.config
     if config.data.name.startswith("images:"):
@@ -262,33 +261,8 @@ def _load_data(saved: Any, console: Any) -> Any:
         data = data_sources.load(
             config.data, config.model, seed=config.data_seed, note=console.print
         )
-    check_fits(saved, data)
+    trained.check_fits(saved, data)
     return data
-
-
-def check_fits(saved: TrainedModel, data: Data) -> None:
-    """Refuse data of which a token or a label means something else than in the model's training.
-
-    Args:
-        saved: Model whose config names the data.
-
-    Raises:
-        DataError: The data has other tokens or classes than the model.
-    """
-    from mupax.train.data import DataError
-
-    name = saved.config.data.name
-    model_tokenizer = saved.facts.get("tokenizer")
-    data_tokenizer = data.facts.get("tokenizer")
-    if model_tokenizer is not None and model_tokenizer != data_tokenizer:
-        raise DataError(
-            f"the model was trained on tokens of {model_tokenizer}, and {name} is cut into those "
-            f"of {data_tokenizer}; give --data.tokenizer the run's own, as bytes or the path of "
-            "its tokenizer.json"
-        )
-    model_classes = saved.facts.get("class_names")
-    if model_classes:
-        check_classes(model_classes, data.class_names, saved, name)
 
 
 def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str, Any]:
@@ -324,6 +298,7 @@ def _images(saved: Any, console: Any) -> Any:
         DataError: The folder has classes that the checkpoint lacks, or images that cannot be read.
     """
     from mupax.train.data.sources import folders
+    from mupax.train.reuse import trained
 
     config = saved.config
     model_classes = saved.facts.get("class_names")
@@ -333,7 +308,7 @@ def _images(saved: Any, console: Any) -> Any:
         # macOS may store an accent as a separate character, so equal names can differ in bytes.
         known_classes = set(map(folders.nfc, model_classes))
         if not known_classes.issuperset(folder.classes):
-            check_classes(model_classes, folder.classes, saved, config.data.name)
+            trained.check_classes(model_classes, folder.classes, saved, config.data.name)
         missing_notes = folders.without_images(folder, model_classes)
         folder = folder.labelled_as(model_classes)
     folder = folder._replace(notes=[*folder.notes, *missing_notes])
@@ -368,45 +343,6 @@ def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
             text += f" per token, {per_byte} nats per byte"
         lines[METRICS[name].label] = text
     return lines
-
-
-def check_classes(
-    model_classes: Sequence[str], data_classes: Sequence[str] | None, saved: Any, name: str
-) -> None:
-    """Refuse data whose classes are not those of the run, because label 3 would mean another class.
-
-    Args:
-        model_classes: Classes of the run, in the order of their labels.
-        data_classes: Classes of the data, in the order of their labels. `None` counts as no
-            classes.
-        saved: `TrainedModel`, for the message.
-        name: `data.name` of the data, for the message.
-
-    Raises:
-        DataError: The classes differ, or are in another order.
-    """
-    from mupax.train.data import DataError
-
-    if list(model_classes) == list(data_classes or ()):
-        return
-    command = shlex.join(
-        ["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)]
-    )
-    raise DataError(
-        f"the classes of the run in {saved.workdir} are {_listed(model_classes)}, and those of "
-        f"{name} {_listed(data_classes or ())}; give it folders of the same names, or fine-tune on "
-        f"them: `{command}`"
-    )
-
-
-def _listed(classes: Sequence[str]) -> str:
-    """Return the names of the first eight classes, joined by commas, with "…" if there are more."""
-    from mupax.train.reuse.image_input import printable
-
-    text = ", ".join(classes[:8])
-    if len(classes) > 8:
-        text += " …"
-    return printable(text)
 
 
 def show(console: Any, numbers: dict[str, Any]) -> None:

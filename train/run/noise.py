@@ -160,7 +160,7 @@ def stretch(trained: int, batches: int, batch: int, epoch: int | None) -> Stretc
 
     Args:
         trained: Number of distinct examples that the run has trained on.
-        batches: Number of batches.
+        batches: Number of batches to compare with each other.
         batch: Number of distinct examples in a batch.
         epoch: Number of examples per epoch. `None` for a stream, whose end is not known.
     """
@@ -223,7 +223,7 @@ def measured(
     from mupax.train import data as data_sources
     from mupax.train.core.program import assemble
     from mupax.train.core.step import Batch, StepInputs, gradients
-    from mupax.train.run import eval_command
+    from mupax.train.reuse import trained
     from mupax.zoo.definition import Arrays
 
     config = saved.config
@@ -231,7 +231,7 @@ def measured(
     data = data_sources.load(
         config.data, config.model, seed=config.data_seed, note=lambda text: print(text)
     )
-    eval_command.check_fits(saved, data)
+    trained.check_fits(saved, data)
     params = saved.params(program.abstract)
     inputs = program.step_inputs()
     batch_sharding = program.train_feed()

@@ -534,7 +534,9 @@ def _merged(
         )
     num_diverged = sum(not math.isfinite(run.log_loss) for run in runs)
     if num_diverged:
-        notes.append(f"{counted(num_diverged, 'run')} without a finite loss taken as diverged")
+        singular = "run without a finite loss counts"
+        plural = "runs without a finite loss count"
+        notes.append(f"{counted(num_diverged, singular, plural=plural)} as diverged")
     first_rows = np.array([run.first_row for run in runs])
     first_values = {}
     for name, column in values.items():

@@ -221,7 +221,7 @@ def _further_search(measured: Measured, analysis: Analysis, command: str) -> Ste
     before.
 
     Args:
-        command: Command of this study.
+        command: Command line that ran this study, as `mupax transfer ...`.
     """
     for index in (0, -1):
         curve = measured.curves[index]
