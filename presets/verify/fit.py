@@ -328,9 +328,9 @@ def _power(
             return power
 
     role = factor.alike[base.parameters[name].spec.role]
-    for other, parameter in base.parameters.items():
+    for like_name, parameter in base.parameters.items():
         if parameter.spec.role is role:
-            alike = _growth(other, base, model, family)
+            alike = _growth(like_name, base, model, family)
             power = _nearest((growth.start - alike.start) / log_size, _ROOM_OF_STD)
             rate = (growth.rate - alike.rate) / _times_in_rate(family) / log_size
             return power if power == _nearest(rate, _ROOM) else None
@@ -367,7 +367,7 @@ def _scaled_biases(
     expected = -_times_in_rate(family) * fall
     names = []
     for name, rate in rates.items():
-        if any(abs(rate - other - expected) <= _ROOM * fall for other in other_rates):
+        if any(abs(rate - usual - expected) <= _ROOM * fall for usual in other_rates):
             names.append(name)
     return names
 

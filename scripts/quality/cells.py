@@ -427,7 +427,7 @@ def reference_of(cell: Cell, arm: Arm) -> Arm:
     for reference in cell.arms:
         if reference.label == MUP:
             return reference
-    labels = ", ".join(other.label for other in cell.arms)
+    labels = ", ".join(option.label for option in cell.arms)
     raise LookupError(f"the ablation {arm.label!r} needs an arm {MUP!r} beside it, not {labels}")
 
 

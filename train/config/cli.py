@@ -161,11 +161,11 @@ class FlagReader(NamedTuple):
             name: First word of the command, which may be no recipe.
             model: Model of the run, for a recipe of the same family.
         """
-        own = f"`mupax {self.name} --help` says what it reads"
+        command_help = f"`mupax {self.name} --help` says what it reads"
         recipe = name if is_recipe(name) else _RECIPE_OF_FAMILY.get(model.family)
         if recipe is None:
-            return own
-        return f"{own}; `mupax train {shlex.quote(recipe)} --help all` lists a run's flags"
+            return command_help
+        return f"{command_help}; `mupax train {shlex.quote(recipe)} --help all` lists a run's flags"
 
 
 _RECIPE_OF_FAMILY = {"decoder": "lm-tiny", "encoder-decoder": "ed-tiny", "vit": "vit-digits"}

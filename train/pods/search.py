@@ -481,7 +481,7 @@ def _check_experts(config: Config, num_chips: int) -> None:
     if size == 1:
         return
     common = num_chips
-    divided = f"{counted(num_chips, 'chip')}"
+    divided = counted(num_chips, "chip")
     # Rules of the user may split something else along this axis.
     if not config.mesh.rules:
         num_experts = config.model.sizes().get("experts")

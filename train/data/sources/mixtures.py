@@ -57,7 +57,7 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
 
     for name, part in parts.items():
         tokens = texts[name].facts.get("train_tokens")
-        count = "a stream" if tokens is None else f"{counted(tokens, 'token', ',')}"
+        count = "a stream" if tokens is None else counted(tokens, "token", ",")
         note(f"{name}: {part.count / mix.BLOCK:.2%} of the examples, {count} of {part.source}")
     return Mixture(config, parts, texts, seed)
 

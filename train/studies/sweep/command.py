@@ -375,7 +375,7 @@ def picture_title(recipe: str, configs: Sequence[Config]) -> str:
         parts += optimizers
     lengths = {config.steps for config in configs}
     if len(lengths) == 1:
-        parts.append(f"{counted(configs[0].steps, 'step')}")
+        parts.append(counted(configs[0].steps, "step"))
     return f"{', '.join(parts)}: loss against learning rate"
 
 

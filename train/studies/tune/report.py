@@ -98,7 +98,7 @@ class SearchTable(LiveTable):
         standing = search.race()
         tried = int(np.isfinite(standing.means).sum())
         if not tried:
-            return f"{counted(len(search.points), 'point')}"
+            return counted(len(search.points), "point")
         trained = (~np.isnan(search.losses[:, 0])).sum()
         best = standing.means[standing.best]
         start = standing.means[0]
