@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from mupax import MupaxError, train
+from mupax.train.checkpoints.layout import MANIFEST
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig
 from mupax.train.run import hooks as run_hooks
 from mupax.train.run import loop
@@ -141,7 +143,12 @@ def test_an_interrupted_run_calls_the_hooks_of_steps_that_are_trained_again(tmp_
     def leave(step: int, state: Any, run: train.HookRun) -> None:
         steps.append(step)
         if step == 5 and len(steps) == 5:
-            raise SystemExit(1)  # as if the process were killed: nothing is saved
+            # The checkpoint of step 4 is written in the background.
+            end = time.monotonic() + 60
+            while not (tmp_path / "checkpoints" / "4" / MANIFEST).exists():
+                assert time.monotonic() < end
+                time.sleep(0.002)
+            raise SystemExit(1)  # as if the process were killed: nothing more is saved
 
     with pytest.raises(SystemExit):
         train.fit(config_of(tmp_path), hooks=[train.every(1, leave)])
