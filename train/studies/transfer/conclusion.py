@@ -142,6 +142,11 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
     drift = analysis.drift
     interval = f"{drift.value:+.2f} [{drift.low:+.2f}, {drift.high:+.2f}]"
     text = f"{used}, and the drift is {interval} octaves per doubling"
+    unclear = analysis.unclear_sizes()
+    if unclear:
+        text += (
+            f", but noise hides the curve of {counted(unclear, 'size')} of {len(analysis.sizes)}"
+        )
     more = analysis.seeds_to_decide()
     if not more:
         why = "its seeds differ too much"

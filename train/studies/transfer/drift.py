@@ -135,9 +135,12 @@ class Analysis:
     def verdict(self) -> Verdict:
         """Verdict on the drift of the best learning rate: "transfers", "drifts" or "undecided".
 
-        `judge` derives it from the drift and its interval. If the smallest or the largest size has
-        no optimum, "transfers" becomes "undecided".
+        `judge` derives it from the drift and its interval. The verdict is "undecided" if noise
+        hides the curves (`unclear_sizes`) at more than half of the sizes with an optimum. If the
+        smallest or the largest size has no optimum, "transfers" becomes "undecided".
         """
+        if self._is_hidden(self.seeds):
+            return "undecided"
         verdict = judge(self.drift.value, self.drift.low, self.drift.high)
         # The sizes between would span too few doublings to vouch for the whole range.
         if verdict == "transfers" and (self.fits[0].trouble or self.fits[-1].trouble):
@@ -151,10 +154,34 @@ class Analysis:
             return False
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         half_width = _half_width(deviations, self.seeds, EARLY)
-        return self._judge(half_width) == self.verdict
+        return self._judge(half_width, self.seeds) == self.verdict
 
-    def _judge(self, half_width: float) -> Verdict:
-        """Return the verdict for an interval of this half-width, in octaves per doubling."""
+    def unclear_sizes(self, seeds: int | None = None) -> int:
+        """Return the number of sizes with an optimum at which noise hides the curve of the losses.
+
+        There the 95 % interval of the curvature contains 0. The vertex is a ratio with the
+        curvature below, so its true interval has no ends (Fieller 1954), and the scatter between
+        seeds understates it. One such size still leaves the drift to the others.
+
+        Args:
+            seeds: Number of seeds for which intervals are foretold; those of the fits by default.
+        """
+        shrinking = math.sqrt(self.seeds / (seeds or self.seeds))
+        return sum(scatter.curvature * shrinking >= 1 for scatter in self.scatters)
+
+    def _is_hidden(self, seeds: int) -> bool:
+        """Return whether noise hides the curves of most sizes with an optimum, by so many seeds."""
+        fitted = sum(not fitted_curve.trouble for fitted_curve in self.fits)
+        return 2 * self.unclear_sizes(seeds) > fitted
+
+    def _judge(self, half_width: float, seeds: int) -> Verdict:
+        """Return the verdict for an interval of this half-width, in octaves per doubling.
+
+        Args:
+            seeds: Number of seeds that the interval is of.
+        """
+        if self._is_hidden(seeds):
+            return "undecided"
         drift = self.drift.value
         return judge(drift, drift - half_width, drift + half_width)
 
@@ -169,7 +196,7 @@ class Analysis:
             return None
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         for seeds in range(self.seeds, MOST_SEEDS + 1):
-            if self._judge(_half_width(deviations, seeds)) != "undecided":
+            if self._judge(_half_width(deviations, seeds), seeds) != "undecided":
                 return seeds - self.seeds
         return None
 
