@@ -216,6 +216,15 @@ def test_constants_of_a_preset_are_read_by_their_names() -> None:
     assert preset_of(config).choices == {"eps_scope": "everywhere", "alpha_l": 0.75}
 
 
+def test_a_named_base_gets_the_experts_of_the_model_in_its_own_size() -> None:
+    """The proxy's width is half of the model's, so its experts are half as large."""
+    experts = "--model.experts 4 --model.active-experts 2 --model.expert-dim 96"
+    base = preset_of(shown("--preset.base lm-proxy", experts)).base
+    assert base
+    sizes = {axis: base[axis] for axis in ("embed", "experts", "active", "expert_dim")}
+    assert sizes == {"embed": 64, "experts": 4, "active": 2, "expert_dim": 48}
+
+
 def test_model_fields_are_checked_again() -> None:
     model = shown("--model.width 256 --model.num-heads 8").model
     assert isinstance(model, DecoderConfig)
