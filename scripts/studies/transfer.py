@@ -285,8 +285,11 @@ def judge_again(folder: Path) -> None:
     base = recipe.config.preset.base if is_relative else None
     studies, control = planned.planned(args, recipe.config, base)
 
+    planned_studies = {(study.label, study.axis): study for study in studies}
     judged = []
-    for study, entry in zip(studies, record["studies"], strict=True):
+    # A study that was interrupted has a record of its first presets only.
+    for entry in record["studies"]:
+        study = planned_studies[entry["preset"], entry["axis"]]
         measured = Measured(study, args.seeds)
         for index, size in enumerate(entry["sizes"]):
             first_seed = study.configs[index].seed

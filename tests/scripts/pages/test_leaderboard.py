@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.pages import leaderboard, markdown
+from scripts.studies import transfer
 
 
 def test_the_section_is_made_of_the_records() -> None:
@@ -35,6 +36,17 @@ def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> N
     after = {row.preset: row for row in leaderboard.rows([tmp_path])}
     assert (after["mup"].seeds, after["mup"].study) == (99, f"{tmp_path.name}/b")
     assert after["sp"].study == f"{tmp_path.name}/a"
+
+
+def test_a_study_that_ended_before_its_second_preset_is_judged_again(tmp_path: Path) -> None:
+    study = leaderboard.FOLDERS[1] / "muon-wide-heads"
+    recorded = json.loads((study / "transfer.json").read_text())
+    assert "--compare" in recorded["command"]
+    assert len(recorded["studies"]) == 1
+    again = tmp_path / "again"
+    shutil.copytree(study, again)
+    transfer.judge_again(again)
+    assert json.loads((again / "transfer.json").read_text()) == recorded
 
 
 @pytest.mark.parametrize(
