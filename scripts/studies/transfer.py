@@ -177,7 +177,7 @@ ABOUT = {
 """Paragraph of the page about each study."""
 HEAD = f"""# Does the learning rate transfer?
 
-Each study grows one size of a small model, or the batch or tokens of its run. Every size is trained at learning rates half an octave apart.
+Each study grows one size of a small model, or the batch or tokens of its run. Every size trains at learning rates half an octave apart.
 The best rate of a size is the vertex of a parabola fitted to the mean losses around the lowest one.
 The **drift** is the slope of the best rate, in octaves per doubling of the size, with a 95 % interval over seeds.
 
@@ -185,14 +185,14 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 |---|---|
 | **transfers** | drift within ± {TOLERANCE:.2f}, interval inside ± {BOUND:.2f}, best rates found at both end sizes: keep the rate |
 | **drifts** | interval wholly above {TOLERANCE:.2f} or below -{TOLERANCE:.2f}: tune again as the size grows |
-| **undecided** | anything else |
+| **undecided** | anything else, or noise hides most curves |
 
 **Loss** is the largest size's training loss at its own best rate, in nats. The **price** of not
 retuning is the largest size's loss at the smallest size's best rate, less **loss**. A control, such
 as `sp`, should drift.
 
 `python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd).
-`--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
+The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
 

@@ -40,8 +40,9 @@ class Transfer:
     size unless --preset.base is given.
 
     A rate transfers where its drift is within 0.15 octaves per doubling and the 95 % interval
-    inside 0.30; it drifts where the interval lies wholly outside 0.15; else it is undecided. Before
-    --max-seeds a study ends only if an interval of 98 % decides too.
+    inside 0.30; it drifts where the interval lies wholly outside 0.15; else, or where noise hides
+    the curves of most sizes, it is undecided. Before --max-seeds a study ends only if an interval
+    of 98 % decides too.
 
     FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes
     on where it was stopped. What is not listed here is a flag of the recipe (`mupax train RECIPE
