@@ -429,6 +429,32 @@ def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.parametrize(
+    ("newest", "saved"), [(8, "the newest checkpoint is 8"), (None, "there is no checkpoint yet")]
+)
+def test_a_state_that_a_host_computed_otherwise_is_not_saved(
+    newest: int | None, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume.replicas, "by_name", lambda tree: {})
+    monkeypatch.setattr(resume.replicas, "checksums", lambda arrays: [])
+
+    def save(difference: str) -> list[Any]:
+        monkeypatch.setattr(resume.replicas, "difference", lambda arrays, parts: difference)
+
+        def work(processes: Processes) -> None:
+            state: Any = {}
+            checkpoints: Any = SimpleNamespace(latest_of_all=lambda: newest)
+            resume.CopyCheck(processes).check_save(state, 12, checkpoints)
+
+        return on_two_processes(work)
+
+    assert save("") == [None, None]
+    for error in save("kernel of process 1 differs"):
+        assert isinstance(error, resume.DriftError)
+        for words in ("after step 12 kernel of process 1", "step 12 is not saved", saved):
+            assert words in str(error)
+
+
 def test_a_process_that_is_not_heard_of_is_dead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
