@@ -133,6 +133,8 @@ def test_coupled_decay_has_a_timescale_for_each_learning_rate_of_muon(capsys: Ca
     words = "lm-laptop --optimizer.peak-lr 0.05 --optimizer.adam-lr 0.002 --steps 1000"
     config = shown(capsys, words, "--optimizer.decay coupled --optimizer.weight-decay 0.1")
     text = joint.decay_text(config.scaled_optimizer, config.steps)
-    assert text.startswith("0.2 of the run, 200 steps, of the Adam part 5, 5,000 steps (tau")
+    parts = "0.2 of the run, 200 steps, of the Adam part 5, 5,000 steps"
+    assert text == f"{parts} (tau = batch / (lr wd tokens) at the peak)"
     config = shown(capsys, words, "--optimizer.decay independent --optimizer.weight-decay 0.1")
-    assert "Adam part" not in joint.decay_text(config.scaled_optimizer, config.steps)
+    text = joint.decay_text(config.scaled_optimizer, config.steps)
+    assert text == "0.01 of the run, 10 steps (tau = batch / (wd tokens) at the peak)"

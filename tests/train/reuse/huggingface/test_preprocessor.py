@@ -122,6 +122,21 @@ def test_what_processors_do_is_read_and_written(
 
 
 @pytest.mark.parametrize(
+    ("pixels", "advice"),
+    [
+        (PixelsConfig(interpolation="area"), "--data.pixels.interpolation box"),
+        (PixelsConfig(fit="centre", interpolation="box"), "--data.pixels.fit edge or squash"),
+        (EDGE, ""),
+    ],
+)
+def test_an_export_says_where_transformers_reads_other_levels(
+    pixels: PixelsConfig, advice: str
+) -> None:
+    note = preprocessor.note(pixels, MODEL)
+    assert advice in note if note else not advice
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"size": {"height": 16, "width": 16}}, "another size than the 12 x 12"),

@@ -227,6 +227,19 @@ def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Pat
         assert template_and_ends(path) == (CHATML, {end, between})
 
 
+def test_answers_that_end_with_words_need_a_stop_string_in_transformers(tmp_path: Path) -> None:
+    run = tmp_path / "words"
+    template = tmp_path / "words.jinja"
+    template.write_text(CHATML.replace("<|im_end|>", " (end)"))
+    data = (
+        f"--data.name chat:talks.jsonl --data.tokenizer chat.json --data.chat-template {template}"
+    )
+    succeed("train lm-tiny", TINY, data, "--workdir", run)
+    text = succeed("export", run, "--out", tmp_path / "out").text
+    assert "answers end with '(end)', which is no token" in " ".join(text.split())
+    assert "which is no token" not in exported("chat")[1]
+
+
 def template_and_ends(path: Path) -> tuple[str, set[int]]:
     """Return the chat template of a server, and the tokens that end its texts."""
     service = opened_service(Serve(workdir=path))
