@@ -654,7 +654,15 @@ def _is_integer(value: Any) -> bool:
 
 
 def _type_name(hint: Any) -> str:
-    return str(hint) if get_origin(hint) else hint.__name__
+    """Return the values that an annotation allows, as words for a message."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type_name, get_args(hint)))
+    if origin is tuple:
+        return f"a list of {_type_name(get_args(hint)[0])}"
+    return "None" if hint is type(None) else hint.__name__
 
 
 def command_of(config: Config) -> str:
