@@ -234,7 +234,8 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
         base: Base of every preset. `None` stands for the smallest size of each study.
 
     Raises:
-        ConfigError: An axis or size does not exist, or an axis is named twice.
+        ConfigError: An axis or size does not exist, an axis is named twice, or the control is the
+            recipe's own preset.
         PresetError: A preset does not exist or does not fit.
     """
     from mupax.train.studies.transfer import study as transfer
@@ -248,9 +249,16 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
     if label_of(main) not in presets:
         presets = {label_of(main): main, **presets}
     control_label = None
-    if args.control:
+    # Without a joint rule there is none to leave out, so that "none" means no control.
+    if args.control and not (args.control == main.joint == "none"):
         control = _preset_of_flag(args.control, main)
         control_label = label_of(control)
+        if control_label == label_of(main):
+            raise ConfigError(
+                f"--control {args.control} is the preset of the study itself, and a control is one "
+                "whose best rate should drift; write another, such as --control sp, or "
+                "--control none"
+            )
         # The control may be one of the compared presets, and is then planned once.
         presets.setdefault(control_label, control)
 

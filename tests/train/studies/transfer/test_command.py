@@ -18,6 +18,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.sweep import sweep
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command as transfer_command
+from mupax.train.studies.transfer import planned
 from mupax.train.studies.transfer.tuned import NoMinimum
 from mupax.zoo.configs import ConfigError
 from tests.train.studies.transfer.test_study import Trained
@@ -246,12 +247,28 @@ def test_seeds_of_an_earlier_command_are_counted_where_the_study_says_why_it_end
 
 @pytest.mark.core
 @pytest.mark.parametrize(
+    ("joint", "control"), [("none", None), ("sde", "mup")], ids=["no control", "no joint rule"]
+)
+def test_none_as_a_control_leaves_the_joint_rule_out_if_there_is_one(
+    joint: str, control: str | None
+):
+    base = "" if joint == "none" else "--preset.base lm-proxy,batch=8,tokens=100000"
+    words = ["lm-tiny", "--grow", "head_dim=16,32", "--joint", joint, "--control", "none"]
+    args, recipe_words = parse_known(planned.Transfer, planned.PROG, [*words, *base.split()])
+    recipe, _ = planned.parsed(args, recipe_words)
+    assert planned.planned(args, recipe.config, recipe.config.preset.base)[1] == control
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
     ("words", "error", "message"),
     [
         (["--grow", "size=1,2"], ConfigError, "one of head_dim"),
         (["--grow", "depth=2"], ConfigError, "at least two sizes"),
         (["--grow", "head_dim=2,4"], ConfigError, "names an axis twice"),
         (["--control", "spp"], PresetError, "did you mean 'sp'"),
+        (["--control", "mup"], ConfigError, "the preset of the study itself"),
+        (["--joint", "sde", "--control", "sde"], ConfigError, "such as --control sp"),
         (["--compare", "mup,alpha_l=1"], PresetError, "alpha_l"),
         (
             ["--compare", "ntk", "--optimizer.name", "muon"],
