@@ -111,6 +111,27 @@ def test_what_does_not_fit_is_refused():
     refused({"q": shape(6, 2, 5)}, {"q": QUERY}, r"no parameter writes into the stream", layers=2)
 
 
+OUT = ParamSpec(role=Role.MLP_OUT, axes=("mlp", "embed"), fan_in=("mlp",), in_block=True)
+
+
+def test_a_branch_is_scaled_in_all_arrays_of_its_own_layer():
+    """Twelve layers of two matrices each, in the order of their numbers and not of their names."""
+    names = [f"block_{layer}.{part}" for layer in range(12) for part in "ab"]
+    abstract = {name: shape(3, 2) for name in sorted(names)}
+    definition = define_function(lambda params: params, abstract, {"*": OUT}, sizes={"layers": 12})
+    branch = jnp.stack([jnp.full(12, 100.0), jnp.arange(12.0)], axis=1)  # of attention and MLP
+    ones = {name: jnp.ones((3, 2)) for name in names}
+    scaled = definition.forward(ones, {"branch": branch})
+    values = {name: float(scaled[name].mean()) for name in names}
+    assert values == {name: float(name[6:-2]) for name in names}
+    assert all(float(scaled[name].std()) == 0 for name in names)
+
+
+def test_arrays_that_do_not_divide_into_layers_are_refused():
+    leaves = {name: shape(3, 2) for name in "abc"}
+    refused(leaves, {"*": OUT}, r"a: 3 such parameters in 2 layers; write sizes=", layers=2)
+
+
 def test_a_scale_on_the_wrong_side_of_a_bias_is_refused():
     gain = ParamSpec(role=Role.NORM_GAIN, axes=("head_dim",), of=Role.QUERY)
     plain = ParamSpec(role=Role.QUERY, axes=QUERY.axes, fan_in=("embed",))
