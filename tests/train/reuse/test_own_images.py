@@ -424,6 +424,10 @@ def test_a_language_model_goes_on_with_its_own_tokens() -> None:
         ("lm letters --from vit", "finetune lm is for the family decoder, and"),
         ("letters --from vit --stepz 3", "did you mean --steps"),
         ("letters --from vit --init-from hf", "are two sources; leave --init-from out"),
+        (
+            "letters --from vit --data.name images:digits",
+            "letters and --data.name images:digits are two sets of data; leave --data.name out",
+        ),
         ("letters --from vit --model.width 32 --steps 2", "mupax grow"),
     ],
 )

@@ -209,6 +209,13 @@ def command(argv: Sequence[str]) -> cli.Command:
             f"--from {args.source} and --init-from {run.config.init.init_from} are two sources; "
             "leave --init-from out"
         )
+    named = run.config.data.name
+    # KIND:FOLDER reads the folder in another way than its files suggest.
+    if named.partition(":")[2] != defaults.config.data.name.partition(":")[2]:
+        raise UsageError(
+            f"{args.folder} and --data.name {named} are two sets of data; leave --data.name out, "
+            f"or write `mupax train RECIPE --init-from {args.source}` for data by name"
+        )
     terminal.note(_summary(run.config, defaults, origin, args.lora))
     caution = _caution(run.config, defaults.config)
     if caution:
