@@ -291,6 +291,17 @@ def test_the_norm_of_a_matrix_is_found() -> None:
     np.testing.assert_allclose(last, vector, atol=1e-4)
 
 
+def test_a_power_iteration_begins_with_numbers_spread_from_half_to_three_halves() -> None:
+    vector = np.asarray(first_vector((40, 25)))
+    assert vector.shape == (40, 25)
+    counts, _ = np.histogram(vector, bins=10, range=(0.5, 1.5))
+    assert counts.sum() == vector.size
+    np.testing.assert_allclose(counts, 100, atol=5)
+    # No pattern: neighbours differ, in rows and in columns.
+    assert np.abs(np.diff(vector, axis=0)).min() > 0.1
+    assert np.abs(np.diff(vector, axis=1)).min() > 0.1
+
+
 def test_zeros_have_norm_zero_and_keep_their_vector() -> None:
     first = first_vector((4,))
     norm, vector = spectral_norm(jnp.zeros((4, 6)), first, 5)

@@ -119,6 +119,16 @@ def test_greedy_text_is_that_of_generate(server: Server, folder: Path) -> None:
     assert text_of(completion(server, [*PROMPT.encode()], max_tokens=length)) == text_of(answer)
 
 
+def test_a_chat_without_a_length_fills_the_context(server: Server) -> None:
+    def usage(content: str) -> dict[str, int]:
+        fields = {"messages": [{"role": "user", "content": content}], **GREEDY}
+        return request(server, fields, CHAT).body["usage"]
+
+    assert usage("hi")["total_tokens"] == SEQ_LEN
+    # A prompt that fills the context by itself leaves one token; the template adds three.
+    assert usage("a" * (SEQ_LEN - 3))["completion_tokens"] == 1
+
+
 def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Server) -> None:
     slots = service_of(server).worker.slots
     completion(server, max_tokens=3)
