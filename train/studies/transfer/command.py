@@ -101,7 +101,9 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
     if args.search == "grid":
-        report.begin(folder, command)
+        note = report.begin(folder, command)
+        if note:
+            terminal.note(note)
     # A study judges training losses, so its points need no evaluation.
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:

@@ -6,13 +6,15 @@ import contextlib
 import importlib.metadata
 import math
 import platform
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax import disk
 from mupax.terminal import counted
 from mupax.train.studies.report import Report, Section, finite, write_json
-from mupax.train.studies.sweep.grids import power
+from mupax.train.studies.sweep.grids import power, without_flags
 from mupax.train.studies.transfer import conclusion, figure
 from mupax.train.studies.transfer.drift import BOUND, TOLERANCE, Analysis, Interval
 from mupax.train.studies.transfer.fit import STEP
@@ -304,15 +306,37 @@ def _compared(studies: Studies, control: str | None) -> list[str]:
     return lines
 
 
-def begin(folder: Path, command: str) -> None:
+def begin(folder: Path, command: str) -> str:
     """Write a transfer.json without studies, unless the folder has one.
 
     An interrupted study is then known as one. Its rows may be trained under the name of another
     preset of the same numbers (`mupax.train.studies.transfer.planned.shared`).
+
+    Returns:
+        Note that the report of another command will be replaced; "" if there is none.
     """
     path = folder / "transfer.json"
     if not path.exists():
         write_json(path, {"format": "transfer study 1", "command": command, "studies": []})
+        return ""
+    try:
+        earlier = disk.read_json(path)["command"]
+        is_same = _without_limits(earlier) == _without_limits(command)
+    except (disk.DiskError, KeyError, TypeError, ValueError):
+        # A damaged file is replaced by a whole one.
+        return ""
+    if is_same:
+        return ""
+    return (
+        f"the report in {folder} is of another command and is replaced; its points stay, so that "
+        f"this makes it again without training: {earlier}"
+    )
+
+
+def _without_limits(command: str) -> list[str]:
+    """Return the words of a command without limits, with which the same study goes on."""
+    words, _ = without_flags(shlex.split(command), ("--max-seeds", "--minutes"))
+    return words
 
 
 def write(folder: Path, studies: Studies, control: str | None, about: dict[str, Any]) -> Path:
