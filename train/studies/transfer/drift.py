@@ -164,7 +164,7 @@ class Analysis:
         seeds understates it. One such size still leaves the drift to the others.
 
         Args:
-            seeds: Number of seeds for which intervals are foretold; those of the fits by default.
+            seeds: Number of seeds for which intervals are predicted; those of the fits by default.
         """
         shrinking = math.sqrt(self.seeds / (seeds or self.seeds))
         return sum(scatter.curvature * shrinking >= 1 for scatter in self.scatters)
