@@ -32,8 +32,7 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Form of a study's name, which becomes a folder."""
 HEADING = """## More presets
 
-Each table is about one model under one optimizer, ordered by the **price** defined above.
-`python -m scripts.pages.leaderboard NAME WORDS` runs the study that `mupax transfer WORDS` would, and adds it to these tables.
+`python -m scripts.pages.leaderboard NAME WORDS` runs `mupax transfer WORDS` and adds the study.
 """
 
 
@@ -87,12 +86,12 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     experts = ""
     if model.get("experts") and study["axis"] != "experts":
         experts = f" of {model['experts']} experts"
-    grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
+    grown = f"{study['axis']} {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
     length = f"{record['steps']:,} steps of {record['batch']:,}"
     if study["axis"] == "tokens":
         length = f"batches of {record['batch']:,}"
     task = (
-        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, {length}: "
+        f"{model['family']}, width {model['width']}{experts}, {record['optimizer']}, {length}: "
         f"{grown}"
     )
     preset = study["preset"]

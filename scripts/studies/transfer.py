@@ -121,19 +121,15 @@ STUDIES = {
 }
 """Name of a study to its command."""
 ABOUT = {
-    "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
-    "heads": (
-        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` have "
-        "equal rules where heads grow, so their losses are equal."
-    ),
+    "head_dim": "A decoder with four heads under Adam grows eightfold in head dimension.",
+    "heads": "A decoder under Adam grows eightfold in heads of dimension 16.",
     "heads-tuned": (
-        "This repeats [heads](#heads) for `mup` with the constants of `--preset mup:lm-heads-v1`. "
-        "[Quality](quality.md#heads-100) compares losses under these constants with `sp`."
+        "This repeats [heads](#heads) for `mup` with the constants of `--preset mup:lm-heads-v1`."
     ),
     "tied-start": (
         "A decoder under Adam grows fourfold in head dimension. `key_start=query` starts key "
-        "matrices equal to query matrices. This raises the loss of `mup` by 0.044 nats for the "
-        "largest model and by 0.007 for the smallest."
+        "matrices equal to query matrices. `mup`'s loss rises by 0.007 nats for the "
+        "smallest model and 0.044 for the largest."
     ),
     "ed-heads": (
         "An encoder-decoder with 2 + 2 layers denoises bytes under Adam. The number of heads, of "
@@ -143,35 +139,30 @@ ABOUT = {
         "A vision transformer of width 64 under SGD with momentum grows eightfold in layers. The "
         "control is `mup`, which has no rule for depth."
     ),
-    "depth-adam": (
-        "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "the verdict on the control, `mup`. Doubling `mup`'s layers at the same learning rate "
-        "raises the mean loss over eight seeds in 9 of 12 cases."
-    ),
+    "depth-adam": "A decoder of width 64 under Adam grows eightfold in layers. The control is `mup`.",
     "batch": (
         "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to "
         "512 tokens. The [joint rule](../concepts/presets.md#batch-and-tokens) `sde` scales "
-        "Adam's learning rate (as batch^0.5), betas and eps. The control keeps these constants."
+        "Adam's learning rate (as batch^0.5), betas and eps."
     ),
     "tokens": (
         "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64 tokens. "
         "The control, plain `mup`, transfers. The joint rule `complete-d`, which scales the peak "
-        "learning rate as tokens^-0.5, drifts. In [published runs](forecasts.md#published-runs) "
-        "the best rate falls with the tokens at small batches and rises at large ones."
+        "learning rate as tokens^-0.5, drifts."
     ),
     "moe-width": (
         "A decoder with two layers and four experts (two active) under Adam grows fourfold in head "
-        "dimension. Its width and the experts' hidden size grow alike."
+        "dimension."
     ),
     "moe-experts": (
         "The smallest decoder of [moe-width](#moe-width) grows from four to sixteen experts, half of "
-        "them active. There is no control: under Adam, `mup`'s learning rates do not depend on the "
-        "number of experts."
+        "them active. Under Adam, `mup`'s learning rates do not depend on the number of "
+        "experts, so there is no control."
     ),
     "moe-experts-sgd": (
         "A decoder grows from 16 to 64 experts, half of them active. SGD trains only the experts and "
         "routers. The control ignores the number of experts in their learning rates, and should drift "
-        "by one octave per doubling. An octave off the best rate costs 0.01 to 0.03 nats."
+        "by one octave per doubling."
     ),
 }
 """Paragraph of the page about each study."""
@@ -191,7 +182,7 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 retuning is the largest size's loss at the smallest size's best rate, less **loss**. A control, such
 as `sp`, should drift.
 
-`python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd).
+`python -m scripts.studies.transfer` runs the studies up to [moe-experts-sgd](#moe-experts-sgd).
 The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 

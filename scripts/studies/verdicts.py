@@ -438,14 +438,13 @@ def document() -> str:
         row = _coverage([cell["verdicts"][f"{drift:g}"] for cell in selected])
         coverage.append([f"until decided, drift {drift:g}", *row])
 
-    mean, ratio = record["correlation"]
+    mean, _ = record["correlation"]
     return TEXT.format(
         trials=selected[0]["trials"],
         committed=record["committed"],
         verdicts=table(rows),
         coverage=table(coverage),
         correlation=f"{mean:+.2f}",
-        ratio=f"{ratio:.2f}",
     )
 
 
@@ -464,20 +463,18 @@ TEXT = """## How far to trust a verdict
 and curvature from one of the {committed} studies that were recorded before the simulation. *Noise* is the standard deviation of the drift
 from one seed, in octaves per doubling.
 
-The code of `mupax transfer` judges a simulated study after 3 seeds, and after each further one until the verdict is decided, up to 8.
-The column "0.22: drifts" has the share of studies with a true drift of 0.22 that get the verdict *drifts*.
+`mupax transfer` judges a simulated study after 3 seeds, and after each further one, up to 8, until decided.
+Columns name a true drift and a verdict.
 
 {verdicts}
 
-At 0.22, both verdicts are right: *transfers* says that the drift is below 0.30, *drifts* that it is above 0.15.
+At 0.22, both verdicts are right.
 
-This table has the share of 95 % intervals that contain the true drift or price, over all four rows above or in the row with the
-lowest or highest share:
+Shares of 95 % intervals that contain the true drift or price, over all rows or in one:
 
 {coverage}
 
-The intervals assume that a seed moves the best rates of two sizes independently. Over the seeds of the {committed} studies, these moves have
-a mean correlation of {correlation}, and the drift's variance is {ratio} times what independent moves would give.
+The intervals take a seed's best rates at two sizes as independent: their mean correlation is {correlation}.
 """
 
 

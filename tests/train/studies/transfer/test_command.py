@@ -248,17 +248,17 @@ def test_seeds_of_an_earlier_command_are_counted_where_the_study_says_why_it_end
 def test_a_report_of_another_command_is_named_before_it_is_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    def said(*words: str, recorded: str) -> str:
+    def printed(*words: str, recorded: str) -> str:
         argv = ["lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(tmp_path), *words]
         args, rest = parse_known(transfer_command.Transfer, "mupax transfer", argv)
         assert transfer_command.execute(args, rest, recorded, Trained()) == 0
         return capsys.readouterr().err
 
     first = "mupax transfer lm-tiny --grow head_dim=16,32,64"
-    assert "replaced" not in said(recorded=first)
-    assert "replaced" not in said("--max-seeds", "9", recorded=f"{first} --max-seeds 9")
-    said("--preset", "sp", recorded=f"{first} --preset sp")
-    note = said(recorded=first)
+    assert "replaced" not in printed(recorded=first)
+    assert "replaced" not in printed("--max-seeds", "9", recorded=f"{first} --max-seeds 9")
+    printed("--preset", "sp", recorded=f"{first} --preset sp")
+    note = printed(recorded=first)
     assert "another command and is replaced" in note
     assert note.rstrip().endswith(f"{first} --preset sp")
 
