@@ -61,10 +61,10 @@ def test_order_is_the_recorded_one() -> None:
     )
 
 
-def test_batches_are_made_by_threads_that_end() -> None:
+def test_batches_are_made_by_threads_that_end_and_a_long_run_has_batches() -> None:
     data = Threads()
     before = set(threading.enumerate())
-    iterator = data.train_batches(0)
+    iterator = data.train_batches(10**9)
     next(iterator)
     assert threading.current_thread().name not in data.made_by
     iterator.close()

@@ -259,8 +259,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     # Looked for before `find` is called: its error lists the data sets of TFDS, which takes
     # seconds.
-    name = config.name.partition(":")[0]
-    if not _versions(base / name) and not _versions(base / CONFIGS.get(name, name)):
+    if not _versions(_versions_folder(config.name.partition(":")[0], base)):
         return None
     try:
         data_set = find(config.name, config.data_dir)
@@ -338,9 +337,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.+-]*)?", dataset):
         raise DataError(unknown(name, base))
 
-    folder = base / dataset
-    if not _versions(folder) and dataset in CONFIGS:
-        folder = base / CONFIGS[dataset]
+    folder = _versions_folder(dataset, base)
     versions = _versions(folder)
     if not versions:
         raise DataError(_not_prepared(name, dataset, folder, base, data_dir))
@@ -433,6 +430,20 @@ def _described(folder: Path, dataset: str) -> DataSet:
             return DataSet(folder, digest, {"train": "train", "eval": held_out})
     # Without a split to evaluate on, the last 5 % of the split train are held out.
     return DataSet(folder, digest, {"train": "train[:95%]", "eval": "train[95%:]"})
+
+
+def _versions_folder(dataset: str, base: Path) -> Path:
+    """Return the folder that has, or would have, the versions of a data set.
+
+    Args:
+        dataset: NAME[/CONFIG]. A name without versions of its own may have a configuration in
+            `CONFIGS`, whose folder is then returned.
+        base: Folder of all prepared data sets.
+    """
+    folder = base / dataset
+    if not _versions(folder) and dataset in CONFIGS:
+        return base / CONFIGS[dataset]
+    return folder
 
 
 def _versions(folder: Path) -> list[str]:

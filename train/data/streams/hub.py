@@ -166,8 +166,9 @@ def _all_files(folder: Path) -> dict[str, Path]:
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
     """Raise an error if a file of at most 64 MiB unpacks to much more than its size.
 
-    Only Parquet, zip, tar and compressed files are checked, and compressed files in a tar. Without the check such a file could fill the
-    memory, because `datasets` holds a complete row group or line in memory.
+    Only Parquet, zip, tar and compressed files are checked, and compressed files in a tar. Without
+    the check such a file could fill the memory, because `datasets` holds a complete row group or
+    line in memory.
 
     Raises:
         LimitError: A Parquet, zip or tar file unpacks to more than the limits allow.
@@ -514,15 +515,17 @@ def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> 
                 f"the hub has no data set of {name} that may be read: {reason}. Look up its name; if "
                 "it asks for an account, run `hf auth login`"
             ) from error
-        if isinstance(error, OSError) or class_names & _UNREACHABLE:
-            raise unreachable(
-                f"{name} cannot be read: {reason}. Is there a network? Otherwise run `hf download NAME "
-                "--repo-type dataset --local-dir FOLDER` where there is one, and write data.name as "
-                "hf:FOLDER"
-            ) from error
 
+        is_unreachable = isinstance(error, OSError) or bool(class_names & _UNREACHABLE)
         folder = Path(name.removeprefix("hf:")).expanduser()
         advice = ""
         if folder.is_dir():
             advice = f". Write data.name as records:{folder}, which names the file and line"
+        elif is_unreachable:
+            advice = (
+                ". Is there a network? Otherwise run `hf download NAME --repo-type dataset "
+                "--local-dir FOLDER` where there is one, and write data.name as hf:FOLDER"
+            )
+        if is_unreachable:
+            raise unreachable(f"{name} cannot be read: {reason}{advice}") from error
         raise DataError(f"`datasets` cannot read {name}: {reason}{advice}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from mupax.train.data import DataError
+from mupax.train.data.records import bounds
 from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
 from mupax.zoo.configs import ViTConfig
@@ -123,11 +125,17 @@ Y = np.zeros(2, int)
     [
         ({"images": X, "Y": Y}, "is not a whole npz file"),
         ({"X": X.reshape(2, 3, 32, 32), "Y": Y}, r"has X \(2, 3, 32, 32\)"),
+        ({"X": X, "Y": Y[:1]}, r"has X \(2, 32, 32, 3\) and Y \(1,\)"),
         ({"X": X.astype(np.float32), "Y": Y}, "has an array X of float32"),
+        ({"X": X.astype(int), "Y": Y}, "has an array X of int64"),
+        ({"X": np.asfortranarray(X), "Y": Y}, "has an array X of uint8, not .* in C order"),
         ({"X": X, "Y": np.array([3, 10])}, "has labels outside 0 to 9"),
+        ({"X": X, "Y": np.array([-1, 3])}, "has labels outside 0 to 9"),
         ({"X": X, "Y": np.array([{}, {}], object)}, "has an array Y of object"),
         ("cut", "is not a whole npz file"),
         ("no npy", "has no array X"),
+        ("short", "ends too early"),
+        ("bomb", r"has an array X\.npy that unpacks from [\d,]+ bytes to [\d,]+, more than"),
     ],
 )
 def test_damaged_parts_are_named(parts: Path, arrays: Any, message: str) -> None:
@@ -138,6 +146,14 @@ def test_damaged_parts_are_named(parts: Path, arrays: Any, message: str) -> None
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("X.npy", b"nothing")
             archive.writestr("Y.npy", b"nothing")
+    elif arrays == "short":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, values in {"X": X, "Y": Y}.items():
+                stored = io.BytesIO()
+                np.save(stored, values)
+                archive.writestr(f"{name}.npy", stored.getvalue()[:-1])
+    elif arrays == "bomb":
+        np.savez_compressed(path, X=np.zeros(bounds.WINDOW_BYTES, np.uint8), Y=Y)
     else:
         np.savez(path, **arrays)
     message = rf"part0\.npz {message}.*get it again from https://.*/part0\.npz"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from mupax.train.config.data import ImageSizes, image_sizes
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.sources import published
@@ -64,6 +65,7 @@ def test_prepared_text_by_name(tmp_path: Path, load: Any) -> None:
     shutil.copytree(tmp_path / "tiny", odd / "tiny")
     assert load(data_dir=str(odd)).facts["digest"] == dataset.facts["digest"]
     config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
+    assert image_sizes(config) is None
     noised = denoising.denoising(config, Infilling(), inputs=9, seed=0)
     targets = noised.eval_batch(0)["targets"][:, 1:-1]
     np.testing.assert_array_equal(targets, dataset.eval_batch(0)["inputs"])
@@ -153,6 +155,14 @@ def test_prepared_images_by_name(
     assert np.bincount(labels).tolist() == [6, 6, 6]
     assert "tensorflow" not in sys.modules
 
+    # The defaults of a model for this data.
+    config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
+    side = 12 if shape == SQUARE else None
+    assert image_sizes(config) == ImageSizes(3, 3, side, scaled=side is None)
+    assert image_sizes(dataclasses.replace(config, name="tinier")) is None
+    next(tmp_path.glob("tiny/*/features.json")).unlink()
+    assert image_sizes(config) is None, "a damaged data set is named when the run loads it"
+
 
 def test_images_must_fit(tmp_path: Path, load: Any) -> None:
     feature = tfds.features.Tensor(shape=(12, 12, 1), dtype=np.uint8)
@@ -177,6 +187,12 @@ def test_configurations_and_versions(tmp_path: Path, load: Any) -> None:
     for name in ("large", "small"):
         write_text_set(tmp_path, config=tfds.core.BuilderConfig(name=name))
     assert load("tiny/small").train_size > 0
+    shutil.copytree(tmp_path / "tiny/small", tmp_path / "c4/en")
+    assert load("c4").facts["digest"] == load("c4/en").facts["digest"]
+    for version in ("10.0.0", "3.0.1"):
+        shutil.copytree(tmp_path / "tiny/large/1.2.3", tmp_path / f"tiny/large/{version}")
+    assert load("tiny/large").facts["version"] == "10.0.0"
+    assert load("tiny/large:3.0.1").facts["version"] == "3.0.1"
     for name, message in {
         "tiny": r"several configurations; write data\.name as tiny/large",
         "tiny/small:9.9.9": r"has no version 9\.9\.9, only 1\.2\.3",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import os
 import re
+import shutil
 import tarfile
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.data import DataError
+from mupax.train.data import DataError, ReadError
 from mupax.train.data.records import corpus
 from mupax.train.data.streams import hub
 from mupax.train.data.streams.batches import Stream
@@ -349,6 +352,15 @@ def test_a_subset_that_does_not_exist_is_named(datasets: Any, folder: Path) -> N
         hub.opened(f"hf:{folder}:nothing")
 
 
+def test_files_that_are_gone_later_are_a_failure_of_the_machine(
+    datasets: Any, folder: Path
+) -> None:
+    stream = loading.load(f"hf:{folder}")
+    shutil.rmtree(folder)
+    with pytest.raises(ReadError, match=r"cannot be read: .*train-"):
+        [stream.train_batch(k) for k in range(200)]
+
+
 # By the command
 
 RUN = (
@@ -484,3 +496,25 @@ def test_an_error_of_a_packed_file_proposes_no_flag_that_is_not_read(datasets: A
     with pytest.raises(DataError, match=r"t/train\.jsonl\.gz") as error:
         hub.opened("hf:./t")
     assert "--data.on-broken" not in str(error.value)
+    # A large file is not checked, so `datasets` finds the damage.
+    os.truncate("t/train.jsonl.gz", 64 * 2**20 + 1)
+    with pytest.raises(DataError, match=r"cannot be read: .*records:t, which names") as error:
+        hub.opened("hf:./t")
+    assert "network" not in str(error.value)
+
+
+def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(datasets: Any) -> None:
+    Path("t").mkdir()
+    file = Path("t/train.zip")
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jsonl", b" " * (65 * 2**20))
+    with pytest.raises(DataError, match=r"t/train\.zip unpacks to 65 MiB from"):
+        hub.opened("hf:./t")
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(DataError, match=r"cannot read t/train\.zip: .*damaged or cut off"):
+        hub.opened("hf:./t")
+    # A file above 64 MiB is not checked.
+    for name in ("train.jsonl", "val.jsonl"):
+        write_records(name)
+    os.truncate(file, 64 * 2**20 + 1)
+    hub.opened("hf:./t")
