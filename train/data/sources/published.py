@@ -438,7 +438,8 @@ def _versions_folder(dataset: str, base: Path) -> Path:
     Args:
         dataset: NAME[/CONFIG]. A name without versions of its own may have a configuration in
             `CONFIGS`, whose folder is then returned.
-        base: Folder of all prepared data sets.
+        base: Folder in which every prepared data set has one of its own, `NAME/CONFIG/VERSION` or
+            `NAME/VERSION`.
     """
     folder = base / dataset
     if not _versions(folder) and dataset in CONFIGS:
