@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check
 from mupax.train.studies.check.balance import balance
+from mupax.train.studies.check.observables import rms
 from mupax.train.studies.desiderata import command
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
@@ -60,7 +62,13 @@ def inputs_of(model: Any = MODEL) -> Any:
     if model.denoises:
         batch["input_mask"] = np.ones_like(batch["input_mask"])
     preset = presets.get("depth-mup", key_start="query", base=model.base_sizes())
-    return built, batch, resolve(preset, built, "sgd"), init_stds(preset, built)
+    numbers = resolve(preset, built, "sgd")
+    forward = dict(numbers.forward)
+    for name, factors in forward.items():
+        if name.endswith("branch"):
+            # A factor of its own for every branch, so that none can stand for another.
+            forward[name] = factors * np.linspace(0.5, 1.5, factors.size).reshape(factors.shape)
+    return built, batch, numbers._replace(forward=forward), init_stds(preset, built)
 
 
 @pytest.mark.parametrize("model", [MODEL, ENCODED], ids=["decoder", "encoder-decoder"])
@@ -76,7 +84,7 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
             )
 
         zeros = jax.tree.map(jnp.zeros_like, loss(params, {})[1])
-        (value, _), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        (value, outputs), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
             params, zeros
         )
         held = functools.partial(loss, zeros={}, hold=jax.lax.stop_gradient)
@@ -93,13 +101,16 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
             value,
             plain,
             gradients,
+            outputs,
             signals,
             speeds,
             command.measure(built, params, numbers, batch),
         )
 
     run = jax.jit(everything).lower(np.uint32(0)).compile(compiler_options=QUICKLY)
-    params, value, plain, gradients, signals, speeds, measured = jax.device_get(run(np.uint32(0)))
+    params, value, plain, gradients, outputs, signals, speeds, measured = jax.device_get(
+        run(np.uint32(0))
+    )
     np.testing.assert_array_equal(params["block.attention.key"], params["block.attention.query"])
     np.testing.assert_allclose(value, plain, rtol=1e-6)
     weights = {mapping: name for mapping, name in OWN.items() if name in gradients}
@@ -113,6 +124,18 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         np.testing.assert_allclose(
             measured.parts[NAMES[name]], np.sum(numbers.lr[name] * each), rtol=1e-4
         )
+        # At these rates every weight lowers the loss by 1, an equal part of it in every layer.
+        rates = (1 / len(each) / each).reshape(-1, *[1] * (speeds[mapping].ndim - 1))
+        np.testing.assert_allclose(
+            measured.speed[mapping], rms(rates * speeds[mapping]), rtol=1e-4, err_msg=mapping
+        )
+    embedding_rate = 1 / np.sum(gradients["token"] ** 2)
+    np.testing.assert_allclose(
+        measured.speed["embedding"], embedding_rate * rms(speeds["embedding"]), rtol=1e-4
+    )
+    for mapping in signals:
+        np.testing.assert_allclose(measured.signal[mapping], rms(outputs[mapping]), rtol=1e-4)
+        np.testing.assert_allclose(measured.backward[mapping], rms(signals[mapping]), rtol=1e-4)
     for part in {mapping.removesuffix("v") for mapping in weights if mapping.endswith("v")}:
         logits = np.sum(signals[f"{part}logits"] * speeds[f"{part}logits"])
         expected = sum(np.sum(gradients[weights[part + name]] ** 2) for name in "qk")
@@ -182,6 +205,32 @@ def test_the_command_holds_measurement_against_theory(
     shown = capsys.readouterr().out
     assert " q +0.20" in shown
     assert ("encoder q +0.20" in shown) == encoder
+
+
+def test_exponents_are_slopes_over_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    exponents = {
+        column: cell.exponents
+        for column, cell in theory.desiderata(presets.get("sp"), "d_v").items()
+    }
+    # Only the attention's output matrix is the top of the balance, and its part grows with d_v.
+    assert exponents["loss decay"] == {"attention out": 1}
+    parts = {name: 1 + exponent for name, exponent in exponents["balance"].items()}
+
+    def measure(definition: Any, params: Any, *_: Any, masked: bool) -> command.Mappings:
+        def powers(by_name: Mapping[str, float]) -> dict[str, jax.Array]:
+            size = jnp.float32(definition.sizes["value_dim"])
+            return {name: 3 * size**exponent for name, exponent in by_name.items()}
+
+        signal, speed = powers(exponents["signal"]), powers(exponents["speed"])
+        return command.Mappings(signal, speed, {}, powers(parts))
+
+    monkeypatch.setattr(command, "measure", measure)
+    model = configs.get("lm-proxy")
+    (row,) = command.measured(
+        model, [lambda base: presets.get("sp")], count=3, seeds=2, dimensions=["d_v"]
+    )
+    for column, (_, measured) in row["d_v"].items():
+        assert measured.exponents == pytest.approx(exponents[column], abs=1e-5), column
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -278,9 +327,34 @@ def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_sa
 @pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
 def test_one_dimension_grows_alone(model, encoder) -> None:
     for dimension, axes in theory.growths(encoder=encoder).items():
-        small, large = (grown.sizes() for grown in command.grown(configs.get(model), dimension, 2))
+        models = command.grown(configs.get(model), dimension, 2)
+        small, large = (grown.sizes() for grown in models)
         assert {axis for axis in small if large[axis] == 2 * small[axis]} == axes.keys()
         assert all(large[axis] == small[axis] for axis in small.keys() - axes.keys())
+        # Presets are relative to the smallest model, but to a single layer where depth grows.
+        base = command.base(models[0], dimension)
+        has_one_layer = dimension.endswith("depth") or dimension in command.OF_TOKENS
+        num_layers = {base[axis] for axis in ("layers", "encoder_layers") if axis in base}
+        assert num_layers == {1 if has_one_layer else 2}
+        is_small_d_k = encoder and dimension == "d_k"
+        assert base["head_dim"] == small["head_dim"] / (8 if is_small_d_k else 1)
+        batch = command.batch(models[0], dimension)
+        assert len(batch["inputs"]) == (1 if dimension in command.OF_TOKENS else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model.parallel", "model.parallel is True"),
+        ("--model.window 4", "those of one without; write window None"),
+        ("--model.attention-softcap 30", "write attention_softcap None"),
+    ],
+)
+def test_a_block_with_other_mappings_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "lm-proxy", "--desiderata", *words.split(), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_balance_refuses_what_its_table_cannot_hold() -> None:
