@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,12 @@ def test_the_limit_with_finite_models_beside_it(
     lines = capsys.readouterr().out.splitlines()
     assert "48 heads (width 96) for infinitely many; 2 images, 2 steps; 24 directions" in lines[0]
     assert lines[2].split("  ")[0] == "step"
-    assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2"]
+    table = [re.split(r"\s{2,}", line.strip()) for line in lines[3:]]
+    assert [row[0] for row in table] == ["0", "1", "2"]
+    # All networks of a centered model begin with equal probabilities, and a state equals itself.
+    assert table[0][1:3] == ["2.3026 ± 0.0000"] * 2
+    assert table[0][4] == "1.0000 ± 0.0000"
+    assert all(0 < float(row[6].split()[0]) < float(row[5].split()[0]) for row in table)
     record = json.loads((tmp_path / "x.json").read_text())
     limit, net = record["limit"], record["finite"]["4"]
     assert np.shape(limit["losses"]) == (2, 3)
@@ -70,8 +76,12 @@ def test_the_first_word_is_the_model_as_in_other_commands(
 ) -> None:
     assert main(["presets", "dynamics", "lm-tiny"]) == 2
     assert "is only known for a vit, and the model is a decoder" in capsys.readouterr().err
-    assert main(["presets", "dynamics", "bordelon-vit", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("bordelon-vit of N = ")
+    # 22 vectors of 8192 floats for each of 1152 directions in each of 4 layers.
+    for words, size in (([], "3.09 GiB"), (["--float64"], "6.19 GiB")):
+        assert main(["presets", "dynamics", "bordelon-vit", "--dry-run", *words]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("bordelon-vit of N = 16, L = 4, 512 heads (width 8192)")
+        assert f"1152 directions of every matrix, {size} of records" in out
     assert main(["presets", "dynamics", "bordelon-vt", "--dry-run"]) == 2
     assert "did you mean" in capsys.readouterr().err
 

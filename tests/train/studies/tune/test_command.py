@@ -107,25 +107,27 @@ def test_the_table_fits_eighty_columns() -> None:
     assert "block.attention_out.multiplier" in lines[2]
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_ctrl_c_shows_the_best_so_far_and_says_that_the_same_command_goes_on(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(*_: object) -> None:
-        raise sweep.Stopped
+    trained = list[Config]()
 
-    monkeypatch.setattr(sweep.Sweep, "run", stopped)
-    words = [
-        "tune",
-        *COMMAND.split(),
-        "--data.name",
-        text,
-        "--over",
-        "lr",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    main(words)
-    assert "the same command goes on" in capsys.readouterr().out
+    def run(self: sweep.Sweep, configs: Sequence[Config], *_: object) -> list[Row]:
+        if len(trained) == rounds * 4:
+            raise sweep.Stopped
+        trained.extend(configs)
+        # The start is the first point, and the last one is the best.
+        return [Row("", "", 3.5, 3 - k / 4, None, (), 4, 1.0, "in turn") for k in range(4)]
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    words = ["tune", *COMMAND.split(), "--over", "lr", "--points", "9", "--batch", "4"]
+    main([*words, "--out", str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert "the same command goes on" in out
+    assert ("4/9 points, best 2.2500, start 3.0000" in out) == (rounds == 1)
+    best = [line.split()[-1] for line in out.splitlines() if line.startswith("lr ")]
+    assert best == [f"{config.optimizer.peak_lr:.4g}" for config in trained[3:]]
 
 
 @pytest.mark.core
@@ -280,6 +282,7 @@ def test_a_search_proposes_and_saves_no_point_that_it_advises_against(
     out, err = capsys.readouterr()
     assert out.startswith(answer)
     assert ("Next: train the best point" in out) == has_next_step
+    assert "--seed" not in out  # of the point's seeds, the run itself has the first
     assert f"the search has no point to save: {trouble}" in " ".join(err.split())
     assert not preset.exists()
     assert (tmp_path / "out" / "tune.json").exists()
