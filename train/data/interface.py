@@ -16,14 +16,15 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import errno
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeGuard, TypeVar
 
-from mupax import MupaxError, MupaxFailure
+from mupax import MupaxError, MupaxFailure, disk
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
 _BATCHES_AHEAD = 4
+_FOR_A_PERSON = (*disk.ABSENT, PermissionError, IsADirectoryError)
+"""Errors of the system that stay until a person changes the files or their permissions."""
+_NAME_ERRORS = (errno.ELOOP, errno.ENAMETOOLONG)
+"""Error numbers of a name that no file can have."""
 _FOREVER = 2**40
 
 S = TypeVar("S")
@@ -229,6 +234,30 @@ def reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise ReadError(f"cannot read the data: {error}") from error
+
+
+def is_of_system(error: Exception) -> TypeGuard[OSError]:
+    """Return whether an error is the operating system's.
+
+    PIL, pyarrow and the decompressors raise `OSError` for damaged content too. Only the errors of
+    the system have an error number.
+    """
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def unreadable(message: str, error: OSError) -> DataError | ReadError:
+    """Return the error for a file or folder that the operating system does not read or write.
+
+    A supervisor takes a `DataError` as final and starts the run again after a `ReadError`. So the
+    error is a `DataError` only if a person must act: the file is missing or may not be used. A
+    failing disk or a server that does not answer may work again.
+
+    Args:
+        message: Complete text of the error.
+    """
+    if isinstance(error, _FOR_A_PERSON) or error.errno in _NAME_ERRORS:
+        return DataError(message)
+    return ReadError(message)
 
 
 @dataclasses.dataclass(frozen=True)

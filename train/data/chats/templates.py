@@ -24,7 +24,7 @@ from jinja2 import ext, meta, nodes, sandbox, visitor
 
 from mupax.disk import JsonError, path_of, read_json
 from mupax.mappings import drop_none
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, is_of_system, unreadable
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -250,9 +250,10 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"no chat template at {path}: {error}. Write the path of a file of jinja2"
-            ) from error
+            message = f"no chat template at {path}: {error}. Write the path of a file of jinja2"
+            if is_of_system(error):
+                raise unreadable(message, error) from error
+            raise DataError(message) from error
         return Template(text, str(path), tokens, dated)
 
     source = fields.get("chat_template")

@@ -24,7 +24,7 @@ from mupax import disk
 from mupax.disk import is_remote
 from mupax.terminal import counted
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, ReadError, unreadable
 
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
@@ -52,7 +52,8 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
         note: Function that prints a line for the user if at least 1 GiB is read.
 
     Raises:
-        DataError: A file cannot be read.
+        DataError: A file is missing or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     local = [path for path in files if not is_remote(path)]
     names = [str(path.absolute()) for path in local]
@@ -95,7 +96,8 @@ def stamp(path: Path) -> Stamp:
     If the stamp is not the same as before, the file may have changed.
 
     Raises:
-        DataError: The file has vanished since it was listed, or its disk fails.
+        DataError: The file has vanished since it was listed, or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     stat = _status(path)
     return [
@@ -116,23 +118,28 @@ def _remote_mark(path: Path) -> str:
 
 
 def _status(path: Path) -> Any:
-    """Return the `stat` result of a file. Raise `DataError` if there is none."""
+    """Return the `stat` result of a file. Raise `DataError` or `ReadError` if there is none."""
     try:
         return path.stat()
     except OSError as error:
         raise _unreadable(str(path), error) from error
 
 
-def _unreadable(name: str, error: OSError) -> DataError:
+def _unreadable(name: str, error: OSError) -> DataError | ReadError:
     """Return the error for a listed file that cannot be read."""
     advice = "see to the file or its disk, then write the same command again"
     if isinstance(error, disk.ABSENT):  # it was there when the files were listed
         advice = "write the same command again when nothing moves or deletes the files"
-    return DataError(f"cannot read {name}: {error.strerror or error}; {advice}")
+    return unreadable(f"cannot read {name}: {error.strerror or error}; {advice}", error)
 
 
 def _content_digest(name: str) -> str:
-    """Return the BLAKE2 digest of a file's content. Raise `DataError` if it cannot be read."""
+    """Return the BLAKE2 digest of a file's content.
+
+    Raises:
+        DataError: The file is missing or may not be read.
+        ReadError: The disk does not answer.
+    """
     total = hashlib.blake2b(digest_size=16)
     try:
         with open(name, "rb") as file:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, unreadable
 from mupax.train.data.records import contents
 from mupax.train.data.records.broken import BrokenLog
 
@@ -193,14 +193,15 @@ def read_bytes(path: Path, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a file, or fewer if the file ends before `stop`.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: The file is missing or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     try:
         with path.open("rb") as file:
             file.seek(start)
             return file.read(stop - start)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
 
 
 def text_pieces(

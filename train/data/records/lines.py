@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
 from mupax.train.data.records import bounds
 from mupax.train.data.records.broken import BrokenLog
 
@@ -207,7 +207,7 @@ class Lines:
                     except DataError as error:
                         tally.add(f"{self.path} line {number}", error)
             return texts
-        except DataError:
+        except (DataError, ReadError):
             self.close()
             raise
 
@@ -376,21 +376,20 @@ def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _checked(path: Path) -> Iterator[None]:
-    """Context manager that turns an error of reading or unpacking into a DataError.
+    """Context manager that turns an error of reading or unpacking into an error of mupax.
 
     Raises:
         DamagedError: The content is damaged.
-        DataError: The file cannot be read.
+        DataError: The file is missing or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        # The decompressors raise OSError for damage too, but only the system's errors have an
-        # errno.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        if is_of_system(error):
+            raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         raise DamagedError(
             f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again"
         ) from error

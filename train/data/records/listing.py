@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mupax.disk import is_remote
+from mupax.train.data.interface import ReadError, unreadable
 
 _NO_DATA = {"__MACOSX", "__pycache__"}
 """Folders that other programs add to data: archives of macOS, bytecode of Python."""
@@ -40,6 +41,9 @@ def files_below(folder: Path) -> Listing:
 
     Args:
         folder: Existing folder. Its own path may have hidden parts.
+
+    Raises:
+        ReadError: The disk does not answer.
     """
     if is_remote(folder):
         return Listing(_remote_files(folder), {})
@@ -83,7 +87,7 @@ class _Walk:
                 # Sorted, so that of several links to one folder every machine follows the same one.
                 children = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
-            self.skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"
+            self._skip(prefix.rstrip("/") or ".", folder, error)
             return
         for entry in children:
             if is_hidden(entry.name):
@@ -94,7 +98,7 @@ class _Walk:
                 is_folder = entry.is_dir()
                 is_file = entry.is_file()
             except OSError as error:
-                self.skipped[name] = f"cannot be read: {error.strerror}"
+                self._skip(name, path, error)
                 continue
             if is_folder:
                 self._visit_subfolder(entry, name, path, real_path)
@@ -104,6 +108,22 @@ class _Walk:
                 self.skipped[name] = "is a link that leads nowhere"
             else:
                 self.skipped[name] = "is neither a file nor a folder"
+
+    def _skip(self, name: str, path: Path, error: OSError) -> None:
+        """Add a file or folder that may not be read to `skipped`.
+
+        Args:
+            name: Path relative to the root.
+            path: File or folder itself.
+
+        Raises:
+            ReadError: The disk does not answer. The run would train on other data without the path.
+        """
+        reason = f"cannot be read: {error.strerror}"
+        problem = unreadable(f"{path} {reason}", error)
+        if isinstance(problem, ReadError):
+            raise problem from error
+        self.skipped[name] = reason
 
     def _visit_subfolder(
         self, entry: os.DirEntry[str], name: str, path: Path, parent_path: str

@@ -13,7 +13,7 @@ import numpy as np
 
 from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
 from mupax.train.data.records import bounds, lines
 from mupax.train.data.records.broken import BrokenLog, Tally
 
@@ -179,7 +179,7 @@ class Table:
             rows = f"rows {first} to {part.first + part.stop - 1}"
             self.broken.add(f"{self.path} {first}", "file", f"{self.path} {rows}", error)
             return []
-        except DataError:
+        except (DataError, ReadError):
             self._close()
             raise
         return texts
@@ -551,20 +551,20 @@ def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Context manager that turns an error of pyarrow into a DataError.
+    """Context manager that turns an error of pyarrow into an error of mupax.
 
     Raises:
         DamagedError: The content is damaged.
-        DataError: The file cannot be read.
+        DataError: The file is missing or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     import pyarrow
 
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
-        # Arrow raises OSError for damaged content, too, but only the system's errors have an errno.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        if is_of_system(error):
+            raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise lines.DamagedError(
             f"cannot read {path}: {reason.rstrip('.')}. "

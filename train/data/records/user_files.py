@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.chats.records import ChatLines, ChatTable
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, ReadError, unreadable
 from mupax.train.data.records import corpus, ids, listing, split_names
 from mupax.train.data.records.bounds import LimitError
 from mupax.train.data.records.broken import BrokenLog
@@ -125,6 +125,7 @@ def files(
         DataError: The path does not exist, or has more unreadable than readable content, a file is
             damaged and not left out, ids have an ambiguous width, or names have different words for
             the same part of the split (`val`, `dev`).
+        ReadError: The disk or the bucket does not answer.
     """
     left_out: dict[str, str] = {}
     if path.is_file():
@@ -373,6 +374,8 @@ def _place_file(
             UTF-16 or UTF-32, has no text in `field`, or has no ids of the tokenizer. Or the format
             is CSV, TSV, Arrow or Feather.
         _NotTextError: The file is none of records, ids and plain text.
+        ReadError: The disk or the bucket does not answer. The file is not left out, because the
+            run would then train on other data.
     """
     suffix = _format(file)
     try:
@@ -403,9 +406,11 @@ def _place_file(
     except (DamagedError, LimitError, ids.WidthError):  # subclasses of DataError, caught below
         raise
     except OSError as error:
-        raise _RefusedError(
-            f"cannot be read: {error.strerror}", f"cannot read {file}: {error.strerror}"
-        ) from error
+        message = f"cannot read {file}: {error.strerror}"
+        reason = unreadable(message, error)
+        if isinstance(reason, ReadError):
+            raise reason from error
+        raise _RefusedError(f"cannot be read: {error.strerror}", message) from error
     except DataError as error:
         cause = error.__cause__
         if isinstance(cause, OSError):
@@ -425,7 +430,8 @@ def _beginning_of_text(file: Path) -> bytes:
     Raises:
         _NotTextError: The file is no plain text.
         _RefusedError: The file is text in another encoding than UTF-8.
-        DataError: The file cannot be read.
+        DataError: The file is missing or may not be read.
+        ReadError: The disk or the bucket does not answer.
     """
     beginning = corpus.read_bytes(file, 0, _SNIFF_BYTES)
     suffix = file.suffix.lower()

@@ -20,7 +20,7 @@ import tensorflow_datasets as tfds
 
 from mupax.train.config.data import DEFAULT_LIMITS
 from mupax.train.data import cache, images
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, is_of_system, unreadable
 from mupax.train.data.records import builders
 from mupax.train.data.records.bounds import WINDOW_BYTES
 from mupax.train.data.records.ids import array_header
@@ -152,6 +152,7 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
 
     Raises:
         DataError: The file is damaged or is not a part of CIFAR-5M.
+        ReadError: The disk does not answer.
     """
     again = f"get it again from {SOURCE}{path.name}"
     try:
@@ -174,6 +175,8 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
     except ValueError as error:
         raise DataError(f"{path} {error!s:.300}; {again}") from error
     except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        if is_of_system(error):
+            raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         raise DataError(f"{path} is not a whole npz file: {error!s:.300}; {again}") from error
 
 

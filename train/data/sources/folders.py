@@ -33,7 +33,7 @@ from mupax.disk import is_remote, path_of
 from mupax.terminal import counted
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
 from mupax.train.data.records import bounds, contents, corpus
 from mupax.train.data.records.listing import files_below, is_hidden, summary
 from mupax.train.data.records.split_names import by_name, split_of
@@ -246,7 +246,8 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
     `with` block. Of all threads, only one has a large image open at a time.
 
     Raises:
-        DataError: The image cannot be read, or has 32 bits per value.
+        DataError: The image is damaged, missing or may not be read, or has 32 bits per value.
+        ReadError: The disk or the bucket does not answer.
         LimitError: The image has more pixels than the limits allow.
     """
     _prepare_pil(limits)
@@ -264,8 +265,8 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
                 stack.enter_context(_LARGE_IMAGES)
             yield image
-        # A lack of memory is not the file's fault. A DataError already says what is wrong.
-        except (MemoryError, DataError):
+        # A lack of memory is not the file's fault. The other two already say what is wrong.
+        except (MemoryError, DataError, ReadError):
             raise
         except Image.DecompressionBombError as error:
             raise DataError(
@@ -275,6 +276,11 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
         # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError
         # or EOFError.
         except Exception as error:
+            # An image that the disk does not give now is not broken, and must not be left out.
+            if is_of_system(error):
+                problem = unreadable(f"cannot read the image {name}: {error.strerror}", error)
+                if isinstance(problem, ReadError):
+                    raise problem from error
             raise DataError(
                 f"cannot read the image {name}: {error}. Remove or repair it"
             ) from error
@@ -743,10 +749,17 @@ def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
 
 
 def _content_digest(path: Path) -> bytes:
-    """Return a digest of a file's content, or empty bytes if the file cannot be read."""
+    """Return a digest of a file's content, or empty bytes if the file may not be read.
+
+    Raises:
+        ReadError: The disk or the bucket does not answer.
+    """
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
-    except OSError:
+    except OSError as error:
+        problem = unreadable(f"cannot read the image {path}: {error.strerror}", error)
+        if isinstance(problem, ReadError):
+            raise problem from error
         # The scan has already named the file as broken.
         return b""
 
@@ -846,7 +859,8 @@ def _folder_names(path: Path) -> list[str]:
     Links to the folder itself or to a folder that contains it are left out.
 
     Raises:
-        DataError: The folder cannot be read.
+        DataError: The folder is missing or may not be read.
+        ReadError: The disk does not answer.
     """
     try:
         names = []
@@ -854,7 +868,7 @@ def _folder_names(path: Path) -> list[str]:
             if not is_hidden(sub.name) and sub.is_dir():
                 names.append(sub.name)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(f"{path} cannot be read: {error.strerror}", error) from error
     # A link to a folder above would count as a class with all images. A bucket has no links.
     if not is_remote(path):
         real_path = path.resolve()

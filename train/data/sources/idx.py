@@ -19,7 +19,7 @@ import numpy as np
 from mupax.disk import path_of
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, images
-from mupax.train.data.interface import DataError
+from mupax.train.data.interface import DataError, is_of_system, unreadable
 from mupax.train.data.records import bounds
 from mupax.zoo.configs import ModelConfig
 
@@ -199,6 +199,7 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
     Raises:
         DataError: There is no such file, or it is damaged, of another type or larger than the
             limits.
+        ReadError: The disk does not answer.
     """
     packed = path.with_name(f"{path.name}.gz")
     file = path if path.exists() or not packed.exists() else packed
@@ -211,6 +212,8 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
             f"no file {path} or {packed.name}; a folder of IDX files has {', '.join(FILES)}"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
+        if is_of_system(error):
+            raise unreadable(f"{file} cannot be read: {error.strerror}", error) from error
         raise DataError(f"{file} cannot be read: {error}; get it again") from error
 
 

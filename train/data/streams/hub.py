@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mupax import extras
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError, ReadError
+from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
 from mupax.train.data.records import bounds, corpus, listing, split_names, tables
 from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.lines import Lines, content_of, unpacked_stream
@@ -197,13 +197,16 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
 
     Raises:
         LimitError: The archive unpacks to more than the limits allow.
-        DataError: The archive is damaged.
+        DataError: The archive is damaged, missing or may not be read.
+        ReadError: The disk does not answer.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             # The directory of the archive has the sizes, so nothing is unpacked.
             size = sum(member.file_size for member in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
+        if is_of_system(error):
+            raise unreadable(f"cannot read {file}: {error.strerror}", error) from error
         raise DataError(
             f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
         ) from error
@@ -239,6 +242,8 @@ def _check_members(file: Path, limits: LimitsConfig) -> None:
     except DataError:
         raise
     except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error, ValueError) as error:
+        if is_of_system(error):
+            raise unreadable(f"cannot read {file}: {error.strerror}", error) from error
         raise DataError(
             f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
         ) from error

@@ -26,7 +26,7 @@ import numpy as np
 
 from mupax import disk
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError, reading
+from mupax.train.data.interface import DataError, reading, unreadable
 from mupax.train.data.text import packing, shares
 from mupax.train.data.text.tokenizer import Encoder
 
@@ -123,8 +123,9 @@ class StreamShard:
             note: Function that takes one line of text about work that takes long.
 
         Raises:
-            DataError: A document cannot be read, or the cache cannot be written.
-            ReadError: The source of the documents does not answer.
+            DataError: A document is damaged, or the cache may not be written.
+            ReadError: The source of the documents or the disk of the cache does not answer, or that
+                disk is full.
         """
         self.until(tokens, note)
         last = bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens)
@@ -144,8 +145,9 @@ class StreamShard:
             note: Function that takes one line of text about work that takes long.
 
         Raises:
-            DataError: A document cannot be read, or the cache cannot be written.
-            ReadError: The source of the documents does not answer.
+            DataError: A document is damaged, or the cache may not be written.
+            ReadError: The source of the documents or the disk of the cache does not answer, or that
+                disk is full.
         """
         noted = time.monotonic()
         while self.tokens < tokens and not self.ended:
@@ -166,8 +168,9 @@ class StreamShard:
             later. Otherwise True, also if the lane has ended.
 
         Raises:
-            DataError: A document cannot be read, or the cache cannot be written.
-            ReadError: The source of the documents does not answer.
+            DataError: A document is damaged, or the cache may not be written.
+            ReadError: The source of the documents or the disk of the cache does not answer, or that
+                disk is full.
         """
         try:
             with self._mutex, self._lock.open("a") as lock:
@@ -180,10 +183,11 @@ class StreamShard:
                     self._pack()
                 return True
         except OSError as error:
-            raise DataError(
+            message = (
                 f"cannot write {self._bin}: {error.strerror or error}. Make room (what is done is "
                 "kept), or set MUPAX_DATA to a folder on a disk of this machine"
-            ) from error
+            )
+            raise unreadable(message, error) from error
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids from `start` to `stop` - 1 of the lane, as far as they are on disk.
