@@ -88,7 +88,20 @@ def _choices(match: re.Match[str]) -> str:
     """
     # tyro keeps the choices in a set, whose order differs from one process to the next.
     names = sorted(set(re.findall(r"'([^']*)'", match[3])) - {"None"})
-    return f"{match[2]} needs one of {', '.join(map(repr, names))}, not {match[1]}"
+    choices = ", ".join(map(repr, names))
+    hint = terminal.nearest(match[1].strip("'"), names)
+    return f"{match[2]} needs one of {choices}, not {match[1]}{hint}"
+
+
+def _number_or_word(match: re.Match[str]) -> str:
+    """Return the error message for a value of a flag that takes a whole number or a word.
+
+    Args:
+        match: Match of tyro's own message. Its groups are the flag, the words and the value.
+    """
+    words = match[2].split(",")
+    hint = terminal.nearest(match[3].strip("'"), words)
+    return f"{match[1]} needs a whole number or {' or '.join(words)}, not {match[3]}{hint}"
 
 
 PLAIN = (
@@ -107,6 +120,10 @@ PLAIN = (
     (
         r"Error parsing (\S+): no type matching \{None\}\|FLOAT .* \[(.*)\]\.",
         r"\1 needs a number or None, not \2",
+    ),
+    (
+        r"Error parsing (\S+): no type matching (?:\{None\}\|)?INT\|\{(.*)\} .* \[(.*)\]\.",
+        _number_or_word,
     ),
     (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", _choices),
     (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value after it"),

@@ -9,6 +9,7 @@ rewritten on disk (`python -m train sweep lm-tiny`), they are replaced when the 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import io
 import os
@@ -20,7 +21,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -596,6 +597,12 @@ def _wrapped(line: str, width: int) -> list[str]:
         subsequent_indent=indent,
     )
     return [part.replace(_NO_BREAK, " ") for part in lines] or [""]
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the end of a message that proposes the name most like `word`, or "" if none is."""
+    matches = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def counted(number: int, noun: str, spec: str = "", plural: str = "") -> str:

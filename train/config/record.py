@@ -605,7 +605,10 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
         elif not _fits(value, hints[name]):
             type_name = _type_name(hints[name])
             # Cut to 60 characters, because an untrusted record may hold a text of any length.
-            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}")
+            hint = ""
+            if isinstance(value, str):
+                hint = terminal.nearest(value[:60], _choices(hints[name]))
+            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}{hint}")
         elif isinstance(value, list):
             # JSON has no tuples, and a frozen config must be hashable.
             values[name] = tuple(value)
@@ -663,6 +666,16 @@ def _type_name(hint: Any) -> str:
     if origin is tuple:
         return f"a list of {_type_name(get_args(hint)[0])}"
     return "None" if hint is type(None) else hint.__name__
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the words that an annotation allows, none if it is no choice of words."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    choices = []
+    for part in get_args(hint):
+        choices += _choices(part)
+    return choices
 
 
 def command_of(config: Config) -> str:

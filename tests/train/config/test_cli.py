@@ -70,8 +70,13 @@ def flags_of(recipe: str) -> list[command_line.FlagField]:
         ("sweep lm-tiny --seeds 0", "--seeds is 0; write a number of at least 1"),
         (
             "sweep lm-tiny --how both",
-            "--how needs one of 'auto', 'in-turn', 'together', not 'both'",
+            "--how needs one of 'auto', 'in-turn', 'together', not 'both'\n",
         ),
+        (
+            "export w --out e --step bset",
+            "--step needs a whole number or best, not 'bset'; did you mean best?",
+        ),
+        ("train lm-tiny --resume --resume-from bset", "--resume-from needs a whole number or best"),
         ("sweep lm-tny", "no recipe is named 'lm-tny'; did you mean lm-tiny?"),
         ("checkpoints w --verfy", "no flag is named --verfy; did you mean --verify?"),
         ("generate w --prompt a --tokens many", "--tokens needs a whole number, not 'many'"),

@@ -58,7 +58,8 @@ def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
         (
             "--optimizer.schedule sdg",
-            "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'",
+            "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'; "
+            "did you mean wsd?",
         ),
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],

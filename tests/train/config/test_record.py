@@ -73,7 +73,12 @@ def test_what_is_written_is_read_again(changed: dict[str, Any]) -> None:
         ("model", "norm", "batchnorm", "model.norm is 'batchnorm'; it must be '"),
         ("model", "mlp_ratio", float("nan"), "model.mlp_ratio is nan"),
         ("model", "compute", {"layers": 3}, "model.compute.layers is 3"),
-        ("model", "compute", {"dtype": "f32"}, "it must be 'float32' or 'bfloat16'"),
+        (
+            "model",
+            "compute",
+            {"dtype": "bfloat17"},
+            r"it must be 'float32' or 'bfloat16'; did you mean bfloat16\?",
+        ),
         ("model", "family", ["vit"], "model.family is"),
         ("optimizer", "peak_lr", None, "optimizer.peak_lr is None"),
         ("optimizer", "name", [], r"optimizer.name is \[\]"),

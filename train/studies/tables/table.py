@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import difflib
 import hashlib
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mupax import MupaxError, disk
-from mupax.terminal import counted
+from mupax.terminal import counted, nearest
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""
@@ -323,7 +322,7 @@ def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str
         if not equals or name not in COLUMNS:
             raise TableError(
                 f"--columns {word}: write NAME=COLUMN with a NAME of {', '.join(COLUMNS)}"
-                f"{_nearest(name, COLUMNS)}"
+                f"{nearest(name, COLUMNS)}"
             )
         sources[name] = _source(word, text, names)
 
@@ -340,15 +339,9 @@ def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str
         if source.text not in names:
             raise TableError(
                 f"--columns {name}={source.text}: {path} has no column {source.text!r}, "
-                f"only {', '.join(names)}{_nearest(source.text, names)}"
+                f"only {', '.join(names)}{nearest(source.text, names)}"
             )
     return sources
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message that proposes the name most like `name`, or "" if none is."""
-    matches = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _source(word: str, text: str, names: Sequence[str]) -> _Source:
