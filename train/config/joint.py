@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from mupax.mappings import select_keys
@@ -125,6 +125,33 @@ def described(run: Run) -> str:
         f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, "
         f"{ratio['tokens']:.4g} times its tokens: {numbers_text(scaled(run))}"
     )
+
+
+def rates_note(runs: Iterable[Run]) -> str:
+    """Return lines that say whose learning rates a study prints under joint rules.
+
+    A study prints the peak learning rate of a run's config, which is the base's, and the run trains
+    at what the joint rule makes of it. The text is "" if no rule changes a rate.
+
+    Raises:
+        ConfigError, PresetError: A rule cannot be applied (`scaled`).
+    """
+    factors: dict[str, set[float]] = {}
+    for run in runs:
+        rate = run.optimizer.peak_lr
+        if run.preset.joint != "none" and rate:
+            factors.setdefault(run.preset.joint, set()).add(scaled(run).peak_lr / rate)
+    lines = []
+    for rule, values in factors.items():
+        smallest = f"{min(values):.3g}"
+        largest = f"{max(values):.3g}"
+        times = smallest if smallest == largest else f"{smallest} to {largest}"
+        if times == "1":
+            continue
+        lines.append(
+            f"joint {rule}: peak learning rates are the base's; runs use {times} times them"
+        )
+    return "\n".join(lines)
 
 
 def numbers_text(opt: OptimizerConfig) -> str:

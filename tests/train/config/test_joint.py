@@ -14,6 +14,7 @@ from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetCo
 from mupax.train.studies.sweep.sweep import key_of, shape_of
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from tests.fixtures.command_line import printed, refused
+from tests.fixtures.commands import output
 
 pytestmark = pytest.mark.core
 
@@ -192,6 +193,33 @@ def test_points_with_other_betas_are_no_points_of_one_program():
     assert key_of(sde(), "") != key_of(none, "")
     noisy = dataclasses.replace(none, preset=dataclasses.replace(none.preset, noise_scale=9.0))
     assert key_of(noisy, "") == key_of(none, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (
+            f"sweep lm-tiny --lr 0.01 --vary preset.joint=none,sde,complete-d {FOUR}",
+            [
+                "joint sde: peak learning rates are the base's; runs use 2 times them",
+                "joint complete-d: peak learning rates are the base's; runs use 2 times them",
+            ],
+        ),
+        (
+            f"tune lm-tiny --over lr --joint sde {FOUR}",
+            ["joint sde: peak learning rates are the base's; runs use 2 times them"],
+        ),
+        (
+            "transfer lm-tiny --grow batch=8,16,32 --joint sde --control none",
+            ["joint sde: peak learning rates are the base's; runs use 1 to 2 times them"],
+        ),
+        ("sweep lm-tiny --lr 0.01 --joint sde", []),
+        (f"sweep lm-tiny --lr 0.01 {FOUR}", []),
+    ],
+)
+def test_studies_say_that_rates_under_a_joint_rule_are_the_bases(words: str, notes: list[str]):
+    lines = output(words, "--dry-run").splitlines()
+    assert [line for line in lines if "rates are the base's" in line] == notes
 
 
 def test_rows_of_older_sweeps_keep_their_names():

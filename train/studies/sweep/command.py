@@ -18,7 +18,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.terminal import counted
-from mupax.train.config import cli, sizes
+from mupax.train.config import cli, joint, sizes
 from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.grids import Planned, power
@@ -114,6 +114,10 @@ def main(argv: Sequence[str]) -> int:
                 f"--save-tuned {args.save_tuned}: a best rate lies between others, and the sweep "
                 f"has {count}; write --lr with at least {LEAST_RATES} rates, as 2^-8:2^-4:5"
             )
+    note = joint.rates_note(point.config for point in grid)
+    if note:
+        # First, because every line and table from here on has these rates.
+        terminal.say(note)
     if args.dry_run:
         _dry_run(grid)
         return 0

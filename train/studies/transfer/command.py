@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupax import command_line, terminal
 from mupax.terminal import counted
-from mupax.train.config import cli
+from mupax.train.config import cli, joint
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import check_extras
 from mupax.train.studies.transfer.planned import Transfer, label_of, parsed, planned, shared
@@ -78,6 +78,9 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         of_study.check(studies[0].configs[0], args.predict)
     if args.save_tuned:
         tuned.check_before_training(args.save_tuned, config)
+    note = joint.rates_note(run for plan in studies for run in plan.configs)
+    if note:
+        terminal.say(note)
     if recipe.dry_run:
         _dry_run(studies, args)
         return 0
@@ -101,9 +104,9 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
     if args.search == "grid":
-        note = report.begin(folder, command)
-        if note:
-            terminal.note(note)
+        replaced = report.begin(folder, command)
+        if replaced:
+            terminal.note(replaced)
     # A study judges training losses, so its points need no evaluation.
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:

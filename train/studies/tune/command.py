@@ -16,7 +16,7 @@ from tyro import conf
 from mupax import command_line, extras, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.terminal import counted
-from mupax.train.config import cli
+from mupax.train.config import cli, joint
 from mupax.train.config.checks import at_least, check_outputs, note_warmup
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
@@ -146,6 +146,9 @@ def main(argv: Sequence[str]) -> int:
 
         tuned.check_before_training(args.save_tuned, config)
 
+    note = joint.rates_note([config])
+    if note:
+        terminal.say(note)
     if args.dry_run:
         # Called for its errors alone: a run that no search can train is refused.
         sweep.grouped([config], {})

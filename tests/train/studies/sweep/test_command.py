@@ -231,7 +231,9 @@ def test_under_a_joint_rule_the_saved_rate_is_that_of_the_batch_that_was_swept(
     rule = ["--joint", "sde", "--preset.base", "lm-proxy,batch=2,tokens=512"]
     words = [*rule, "--optimizer.warmup-steps", "4", "--save-tuned", str(path)]
     code, _ = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, *words)
-    assert code == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert out.startswith("joint sde: peak learning rates are the base's; runs use 2 times them\n")
     saved = find.load(path)
     assert (saved.provenance["batch"], saved.provenance["seen"]) == (8, 512)
     assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(-5, abs=1e-3)
