@@ -98,7 +98,7 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "train/checkpoints/assets.py": ("train/data/text",),
     "train/data/named_sets.py": ("train/data/sources",),
     "train/data/show.py": ("train/data/text",),
-    "train/run/dry_run.py": ("presets/tuned",),
+    "train/run/dry_run.py": ("presets/tuned", "train/reuse/start"),
     "train/run/report/finish.py": ("train/reuse/generate", "train/run/report/mirrors"),
     "train/run/report/metrics.py": ("train/run/report/mirrors",),
     "train/run/runtime.py": ("train/reuse/start", "train/run/report/mirrors", "train/run/restart"),

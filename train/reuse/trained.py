@@ -226,6 +226,19 @@ class TrainedModel:
         """True for a run that keeps a moving average, which `plain_weights` can read."""
         return self.run is not None and self.config.ema.decay is not None
 
+    def written_part(self, plain: bool) -> Literal["params", "ema"]:
+        """Return the part that is written to files: the average of a run that keeps one.
+
+        Args:
+            plain: True if `--no-ema` asks for the parameters themselves.
+
+        Raises:
+            WeightsError: `plain` for weights, which have no moving average to leave out.
+        """
+        if plain and self.run is None:
+            raise WeightsError(_without_run(self.path, ["--no-ema"]))
+        return "ema" if self.keeps_average and not plain else "params"
+
     @property
     def described(self) -> str:
         """Path, step and part of the weights in words. Without a run, the path alone."""
@@ -462,12 +475,22 @@ def describe(
             f"{path} holds weights, and no run; `mupax train RECIPE --init-from {path}` makes a "
             "run that starts from them"
         )
-    if step is not None or average is not None:
-        raise WeightsError(
-            f"{path} holds weights, and no run with steps or a moving average; "
-            "leave --step and --ema out"
-        )
+    flags = []
+    if step is not None:
+        flags.append("--step")
+    if average is not None:
+        flags.append("--ema" if average else "--no-ema")
+    if flags:
+        raise WeightsError(_without_run(path, flags))
     return _of_weights(path, place)
+
+
+def _without_run(path: Path, flags: Sequence[str]) -> str:
+    """Return the message for weights whose command line has flags that only a run answers to."""
+    return (
+        f"{path} holds weights, and no run with steps or a moving average; "
+        f"leave {' and '.join(flags)} out"
+    )
 
 
 def open_model(

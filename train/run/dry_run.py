@@ -1,7 +1,8 @@
 """`mupax train --dry-run`: what a run would do and need, from the shapes of its arrays.
 
-Nothing is downloaded. Only a short save into the workdir is done, to measure its time: after a
-notice of preemption there must be time for a save.
+Nothing is downloaded. The source of `--init-from` is read, as the run reads it. Only a short save
+into the workdir is done, to measure its time: after a notice of preemption there must be time for a
+save.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import secrets
 import shutil
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -18,14 +20,17 @@ import numpy as np
 
 from mupax import terminal
 from mupax.disk import is_remote, path_of, remove_tree
+from mupax.memory import MemoryLimitError
 from mupax.terminal import counted
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import CHECKPOINTS, steps
 from mupax.train.config import joint
 from mupax.train.config.run import Config, check_extras
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
+from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.sharding import described
 from mupax.zoo import families
 
@@ -168,12 +173,18 @@ def run(config: Config, published_use: str | None = None) -> int:
             source is printed beside the values of the run. Default none.
 
     Raises:
-        ConfigError, PresetError, MeshError, MupaxError: The run itself would refuse the config, or
-            lacks an extra.
+        ConfigError, PresetError, MeshError, MupaxError: The run itself would refuse the config or
+            the source of `init.init_from`, or lacks an extra.
     """
     # A package that only reads the data may be missing, because a dry run opens no data.
     check_extras(config, reads_data=False)
+    starts_from_source = config.init.init_from is not None and not _goes_on(config)
+    if starts_from_source:
+        config = _with_source(config)
     program = fit.program_of(config)
+    if starts_from_source:
+        # Before anything is compiled, because a source that does not fit ends the run.
+        _check_source(program)
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")
     print(_parameters(program))
@@ -187,6 +198,45 @@ def run(config: Config, published_use: str | None = None) -> int:
         terminal.say(f"caution: {caution}")
     print(_costs(program))
     return 0
+
+
+def _goes_on(config: Config) -> bool:
+    """Return whether the run resumes from a checkpoint, and so reads no `init.init_from`."""
+    if not config.resume:
+        return False
+    folder = path_of(config.workdir or f"runs/{config.recipe}")
+    return bool(steps(folder / CHECKPOINTS))
+
+
+def _with_source(config: Config) -> Config:
+    """Return the config of a new run with the exact path of its source and its tokenizer.
+
+    Raises:
+        MupaxError: There is no model at `init.init_from`, or its files are damaged.
+    """
+    from mupax.train.reuse.start import init_from
+
+    # The folder is read only if a run in it goes on.
+    return init_from.settled(config, Path(), False, Processes())
+
+
+def _check_source(program: Program) -> None:
+    """Read the source of a new run as the run does, and drop the result.
+
+    A caution is printed if the source does not fit into the memory of this machine: the dry run may
+    be of a larger one.
+
+    Raises:
+        MupaxError: The source is damaged, or does not fit the run.
+    """
+    from mupax.train.reuse.start import init_from
+
+    try:
+        init_from.prepare(program)
+    except MemoryLimitError as error:
+        terminal.say(
+            f"caution: --init-from {program.config.init.init_from} is not checked: {error}"
+        )
 
 
 def _parameters(program: Program) -> str:

@@ -238,7 +238,7 @@ def test_a_model_with_a_logit_that_is_not_finite_has_no_answer(
         ("nothing digits", "no run and no weights there"),
         ("vit digits --top 0", "--top is 0"),
         ("vit digits --step 7", "step 7"),
-        ("hf digits --step 7", "leave --step and --ema out"),
+        ("hf digits --step 7", "leave --step out"),
         ("text digits", "holds a decoder, and predict is for models of images"),
     ],
 )
@@ -428,7 +428,9 @@ def test_a_language_model_goes_on_with_its_own_tokens() -> None:
             "letters --from vit --data.name images:digits",
             "letters and --data.name images:digits are two sets of data; leave --data.name out",
         ),
+        ("letters --from vit --data.name=digits", "letters and --data.name digits are two sets"),
         ("letters --from vit --model.width 32 --steps 2", "mupax grow"),
+        ("letters --from vit --model.width 32 --dry-run", "mupax grow"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(words: str, message: str) -> None:

@@ -54,8 +54,9 @@ class Import(PresetFlags):
             return 0
 
         model = trained.describe(hub.local(self.path, self.revision))
-        averaged = model.keeps_average and not self.no_ema
-        source = model.plain_weights("ema" if averaged else "params")
+        part = model.written_part(self.no_ema)
+        averaged = part == "ema"
+        source = model.plain_weights(part)
         text = export.text_of(model, None, None)
         if model.run is not None and text.encoder is not None and not model.model.denoises:
             # A run records no token ids. They follow from its tokenizer and chat template.

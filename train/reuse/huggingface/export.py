@@ -61,11 +61,13 @@ def exported(
 
     Raises:
         UsageError: a separator for a model that has one.
-        MupaxError: nothing to export, or a tokenizer without a token that ends a text.
+        MupaxError: nothing to export, `plain` for weights without a run, or a tokenizer without a
+            token that ends a text.
     """
     model = trained.describe(path, step)
-    averaged = model.keeps_average and not plain
-    source = model.plain_weights("ema" if averaged else "params")
+    part = model.written_part(plain)
+    averaged = part == "ema"
+    source = model.plain_weights(part)
     text = text_of(model, tokenizer_file, separator)
     # Where published weights and their tokenizer name different ids, those of the weights count.
     ids = {**token_ids(model, text), **model.text_ids}

@@ -201,6 +201,14 @@ def command(argv: Sequence[str]) -> cli.Command:
     # Other words than a number are refused when all flags are read.
     if steps is not None and steps.isdecimal() and int(steps) > 0:
         defaults = defaults._replace(config=_with_steps(defaults.config, int(steps)))
+    named = cli.value_of("--data.name", other_words)
+    # Checked before the flags are read, which may not fit the other data. KIND:FOLDER reads the
+    # folder in another way than its files suggest.
+    if named and named.partition(":")[2] != defaults.config.data.name.partition(":")[2]:
+        raise UsageError(
+            f"{args.folder} and --data.name {named} are two sets of data; leave --data.name out, "
+            f"or write `mupax train RECIPE --init-from {args.source}` for data by name"
+        )
     own_flags = ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"]
     reader = cli.FlagReader(NAME, own_flags, ("--",))
     run = cli.parse(NAME, lambda: defaults.config, other_words, infers_sizes=False, reader=reader)
@@ -208,13 +216,6 @@ def command(argv: Sequence[str]) -> cli.Command:
         raise UsageError(
             f"--from {args.source} and --init-from {run.config.init.init_from} are two sources; "
             "leave --init-from out"
-        )
-    named = run.config.data.name
-    # KIND:FOLDER reads the folder in another way than its files suggest.
-    if named.partition(":")[2] != defaults.config.data.name.partition(":")[2]:
-        raise UsageError(
-            f"{args.folder} and --data.name {named} are two sets of data; leave --data.name out, "
-            f"or write `mupax train RECIPE --init-from {args.source}` for data by name"
         )
     terminal.note(_summary(run.config, defaults, origin, args.lora))
     caution = _caution(run.config, defaults.config)

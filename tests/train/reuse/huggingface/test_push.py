@@ -82,6 +82,8 @@ def test_a_link_out_of_the_folder_is_not_imported(hub: PushHub) -> None:
 
 def test_weights_with_multipliers_are_exported_first_with_their_card(hub: PushHub) -> None:
     succeed("import weights --out mup --preset mup --base lm-proxy")
+    assert "leave --no-ema out" in call("push mup --to me/model --public --no-ema").err
+    assert not hub.files
     out, err = succeed("push mup --to me/model --public")[1:]
     assert not err
     assert hub.private == {"me/model": False}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax import memory
 from mupax.train.config import cli, record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json
@@ -90,6 +91,8 @@ def test_a_run_starts_from_another_and_needs_it_once(current: Path) -> None:
     goes_on = "old/checkpoints/4 and goes on, so that --init-from other is not read"
     assert goes_on in succeed(resume, "--init-from other").err
     assert read_json("plain/config.json")["config"]["init"] == recorded
+    # Neither a run that goes on nor its dry run reads the source.
+    succeed(resume, "--init-from old --dry-run")
     # Stopped before its first checkpoint it would need the source again, and says so.
     shutil.rmtree("plain/checkpoints")
     assert "old holds no run (config.json is missing)" in refuse(resume)
@@ -115,11 +118,15 @@ def test_a_run_starts_from_another_and_needs_it_once(current: Path) -> None:
     ],
 )
 def test_what_does_not_fit_leaves_nothing_behind(words: str, message: str) -> None:
+    # A dry run ends before it prints its first table.
+    assert message in refuse(TRAIN, "--steps 2 --workdir new --dry-run", words)
     assert message in refused_run("--steps 2 --workdir new", words)
     assert {path.name for path in Path("new").glob("*")} <= {".lock"}
 
 
-def test_weights_are_resized_and_have_no_optimizer_state(current: Path) -> None:
+def test_weights_are_resized_and_have_no_optimizer_state(
+    current: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = published(current / "published")
     size = (
         "--model.width 12 --model.depth 2 --model.mlp-ratio 1.5 --model.vocab-size 256 "
@@ -130,6 +137,9 @@ def test_weights_are_resized_and_have_no_optimizer_state(current: Path) -> None:
     begun = prepared(size)
     assert ("resized", "first 17 kept, 239 new") in {(row.action, row.reason) for row in begun.rows}
     np.testing.assert_array_equal(begun.params["token"][:17], trained.read(folder).params["token"])
+    # A dry run may be for a larger machine than the one that it is on.
+    monkeypatch.setattr(memory, "room", lambda: memory.Room(1000, "this machine"))
+    assert "is not checked: out of memory" in succeed(TRAIN, "--dry-run", size).out
 
 
 def test_a_run_starts_from_the_average(current: Path) -> None:
