@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from mupax import MupaxFailure
 from mupax.train.checkpoints import checkpointer, command, layout
 from mupax.train.checkpoints import folder as disk
 from mupax.train.checkpoints.checkpointer import Checkpoints
@@ -442,3 +443,12 @@ def test_the_command_lists_health_and_verifies(
     assert "set aside" in capsys.readouterr().out
     with pytest.raises(WorkdirError, match="holds no run"):
         command.main([str(tmp_path)])
+
+
+def test_a_checkpoint_is_merged_only_if_every_process_has_saved() -> None:
+    first = {"files": {"a": 1}, "arrays": {"w": {"shards": [0]}}}
+    second = {"files": {"b": 2}, "arrays": {"w": {"shards": [1]}}}
+    with pytest.raises(MupaxFailure, match="disk full"):
+        checkpointer.merge_parts([first, {"error": "disk full"}])
+    merged = checkpointer.merge_parts([first, second])
+    assert merged == {"files": {"a": 1, "b": 2}, "arrays": {"w": {"shards": [0, 1]}}}

@@ -15,6 +15,7 @@ from mupax.train.config.run import DataConfig, MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
 from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse.generate import decode
 from mupax.train.reuse.generate.command import pieces
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw
@@ -185,6 +186,16 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone() -> None:
     np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), texts[:, :7])
     for other in (2, 2**32 + 1, 2**64 + 1):
         assert not np.array_equal(alone.complete(PROMPT, 20, seed=other)[0], texts[0])
+
+
+def test_a_stream_of_a_slow_device_comes_in_shorter_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = generator().stream(np.array([3]), 40)
+    monkeypatch.setattr(decode, "_LIVELY_S", 1e9)
+    assert [next(stream).shape[1] for _ in range(4)] == [1, 1, 2, 4]
+    monkeypatch.setattr(decode, "_LIVELY_S", 0.0)
+    sizes = [part.shape[1] for part in stream]
+    assert max(sizes) <= 8
+    assert sizes[-8:] == [1] * 8
 
 
 def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:
