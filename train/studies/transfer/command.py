@@ -102,11 +102,14 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         console.print(line, style="dim")
 
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
-    limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
-    if args.search == "grid":
-        replaced = report.begin(folder, command)
-        if replaced:
-            terminal.note(replaced)
+    is_frugal = args.search == "frugal"
+    limits["kind"] = frugal.Frugal if is_frugal else study.Measured
+    report_name = "frugal.json" if is_frugal else "transfer.json"
+    replaced = report.replacement_note(folder / report_name, command)
+    if replaced:
+        terminal.note(replaced)
+    if not is_frugal:
+        report.begin(folder, command)
     # A study judges training losses, so its points need no evaluation.
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:

@@ -306,18 +306,26 @@ def _compared(studies: Studies, control: str | None) -> list[str]:
     return lines
 
 
-def begin(folder: Path, command: str) -> str:
+def begin(folder: Path, command: str) -> None:
     """Write a transfer.json without studies, unless the folder has one.
 
     An interrupted study is then known as one. Its rows may be trained under the name of another
     preset of the same numbers (`mupax.train.studies.transfer.planned.shared`).
-
-    Returns:
-        Note that the report of another command will be replaced; "" if there is none.
     """
     path = folder / "transfer.json"
     if not path.exists():
         write_json(path, {"format": "transfer study 1", "command": command, "studies": []})
+
+
+def replacement_note(path: Path, command: str) -> str:
+    """Return a note that a report of another command will be replaced, or "" if none will be.
+
+    Limits on seeds and time make no other command.
+
+    Args:
+        path: The report, transfer.json or frugal.json, if there is one.
+    """
+    if not path.exists():
         return ""
     try:
         earlier = disk.read_json(path)["command"]
@@ -328,7 +336,7 @@ def begin(folder: Path, command: str) -> str:
     if is_same:
         return ""
     return (
-        f"the report in {folder} is of another command and is replaced; its points stay, so that "
+        f"the report in {path.parent} is of another command and is replaced; its points stay, so that "
         f"this makes it again without training: {earlier}"
     )
 

@@ -245,11 +245,13 @@ def test_seeds_of_an_earlier_command_are_counted_where_the_study_says_why_it_end
     assert "ended because all 4 seeds are used" in out
 
 
+@pytest.mark.parametrize("search", ["grid", "frugal"])
 def test_a_report_of_another_command_is_named_before_it_is_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def printed(*words: str, recorded: str) -> str:
-        argv = ["lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(tmp_path), *words]
+        grown = ["lm-tiny", "--grow", "head_dim=16,32,64", "--search", search]
+        argv = [*grown, "--out", str(tmp_path), *words]
         args, rest = parse_known(transfer_command.Transfer, "mupax transfer", argv)
         assert transfer_command.execute(args, rest, recorded, Trained()) == 0
         return capsys.readouterr().err
