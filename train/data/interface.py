@@ -38,8 +38,8 @@ ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
 _BATCHES_AHEAD = 4
-_FOR_A_PERSON = (*disk.ABSENT, PermissionError, IsADirectoryError)
-"""Errors of the system that stay until a person changes the files or their permissions."""
+_LASTING_ERRORS = (*disk.ABSENT, PermissionError, IsADirectoryError)
+"""System errors that last until a person changes the files or their permissions."""
 _NAME_ERRORS = (errno.ELOOP, errno.ENAMETOOLONG)
 """Error numbers of a name that no file can have."""
 _FOREVER = 2**40
@@ -236,7 +236,7 @@ def reading() -> Iterator[None]:
         raise ReadError(f"cannot read the data: {error}") from error
 
 
-def is_of_system(error: Exception) -> TypeGuard[OSError]:
+def is_system_error(error: Exception) -> TypeGuard[OSError]:
     """Return whether an error is the operating system's.
 
     PIL, pyarrow and the decompressors raise `OSError` for damaged content too. Only the errors of
@@ -255,7 +255,7 @@ def unreadable(message: str, error: OSError) -> DataError | ReadError:
     Args:
         message: Complete text of the error.
     """
-    if isinstance(error, _FOR_A_PERSON) or error.errno in _NAME_ERRORS:
+    if isinstance(error, _LASTING_ERRORS) or error.errno in _NAME_ERRORS:
         return DataError(message)
     return ReadError(message)
 

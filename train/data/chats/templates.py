@@ -24,7 +24,7 @@ from jinja2 import ext, meta, nodes, sandbox, visitor
 
 from mupax.disk import JsonError, path_of, read_json
 from mupax.mappings import drop_none
-from mupax.train.data.interface import DataError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, is_system_error, unreadable
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -251,7 +251,7 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             message = f"no chat template at {path}: {error}. Write the path of a file of jinja2"
-            if is_of_system(error):
+            if is_system_error(error):
                 raise unreadable(message, error) from error
             raise DataError(message) from error
         return Template(text, str(path), tokens, dated)

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
-from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, ReadError, is_system_error, unreadable
 from mupax.train.data.records import bounds
 from mupax.train.data.records.broken import BrokenLog
 
@@ -388,7 +388,7 @@ def _checked(path: Path) -> Iterator[None]:
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         raise DamagedError(
             f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again"

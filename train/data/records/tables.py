@@ -13,7 +13,7 @@ import numpy as np
 
 from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
-from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, ReadError, is_system_error, unreadable
 from mupax.train.data.records import bounds, lines
 from mupax.train.data.records.broken import BrokenLog, Tally
 
@@ -563,7 +563,7 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise lines.DamagedError(

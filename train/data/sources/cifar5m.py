@@ -20,7 +20,7 @@ import tensorflow_datasets as tfds
 
 from mupax.train.config.data import DEFAULT_LIMITS
 from mupax.train.data import cache, images
-from mupax.train.data.interface import DataError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, is_system_error, unreadable
 from mupax.train.data.records import builders
 from mupax.train.data.records.bounds import WINDOW_BYTES
 from mupax.train.data.records.ids import array_header
@@ -175,7 +175,7 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
     except ValueError as error:
         raise DataError(f"{path} {error!s:.300}; {again}") from error
     except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"cannot read {path}: {error.strerror}", error) from error
         raise DataError(f"{path} is not a whole npz file: {error!s:.300}; {again}") from error
 

@@ -33,7 +33,7 @@ from mupax.disk import is_remote, path_of
 from mupax.terminal import counted
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
-from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, ReadError, is_system_error, unreadable
 from mupax.train.data.records import bounds, contents, corpus
 from mupax.train.data.records.listing import files_below, is_hidden, summary
 from mupax.train.data.records.split_names import by_name, split_of
@@ -277,7 +277,7 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
         # or EOFError.
         except Exception as error:
             # An image that the disk does not give now is not broken, and must not be left out.
-            if is_of_system(error):
+            if is_system_error(error):
                 problem = unreadable(f"cannot read the image {name}: {error.strerror}", error)
                 if isinstance(problem, ReadError):
                     raise problem from error

@@ -19,7 +19,7 @@ import numpy as np
 from mupax.disk import path_of
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, images
-from mupax.train.data.interface import DataError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, is_system_error, unreadable
 from mupax.train.data.records import bounds
 from mupax.zoo.configs import ModelConfig
 
@@ -212,7 +212,7 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
             f"no file {path} or {packed.name}; a folder of IDX files has {', '.join(FILES)}"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"{file} cannot be read: {error.strerror}", error) from error
         raise DataError(f"{file} cannot be read: {error}; get it again") from error
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mupax import extras
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError, ReadError, is_of_system, unreadable
+from mupax.train.data.interface import DataError, ReadError, is_system_error, unreadable
 from mupax.train.data.records import bounds, corpus, listing, split_names, tables
 from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.lines import Lines, content_of, unpacked_stream
@@ -205,7 +205,7 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
             # The directory of the archive has the sizes, so nothing is unpacked.
             size = sum(member.file_size for member in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"cannot read {file}: {error.strerror}", error) from error
         raise DataError(
             f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
@@ -242,7 +242,7 @@ def _check_members(file: Path, limits: LimitsConfig) -> None:
     except DataError:
         raise
     except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error, ValueError) as error:
-        if is_of_system(error):
+        if is_system_error(error):
             raise unreadable(f"cannot read {file}: {error.strerror}", error) from error
         raise DataError(
             f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
