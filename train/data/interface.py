@@ -245,19 +245,25 @@ def is_system_error(error: Exception) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno is not None
 
 
+def may_pass(error: OSError) -> bool:
+    """Return whether a system error may be gone at the next try.
+
+    A missing file or permission stays until a person mends it. A failing disk or a server that does
+    not answer may work again.
+    """
+    return not isinstance(error, _LASTING_ERRORS) and error.errno not in _NAME_ERRORS
+
+
 def unreadable(message: str, error: OSError) -> DataError | ReadError:
     """Return the error for a file or folder that the operating system does not read or write.
 
-    A supervisor takes a `DataError` as final and starts the run again after a `ReadError`. So the
-    error is a `DataError` only if a person must act: the file is missing or may not be used. A
-    failing disk or a server that does not answer may work again.
+    A supervisor takes a `DataError` as final and starts the run again after a `ReadError`. So an
+    error that may pass (`may_pass`) is a `ReadError`.
 
     Args:
         message: Complete text of the error.
     """
-    if isinstance(error, _LASTING_ERRORS) or error.errno in _NAME_ERRORS:
-        return DataError(message)
-    return ReadError(message)
+    return ReadError(message) if may_pass(error) else DataError(message)
 
 
 @dataclasses.dataclass(frozen=True)

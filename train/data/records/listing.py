@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mupax.disk import is_remote
-from mupax.train.data.interface import ReadError, unreadable
+from mupax.train.data.interface import ReadError, may_pass
 
 _NO_DATA = {"__MACOSX", "__pycache__"}
 """Folders that other programs add to data: archives of macOS, bytecode of Python."""
@@ -120,9 +120,8 @@ class _Walk:
             ReadError: The disk does not answer. The run would train on other data without the path.
         """
         reason = f"cannot be read: {error.strerror}"
-        problem = unreadable(f"{path} {reason}", error)
-        if isinstance(problem, ReadError):
-            raise problem from error
+        if may_pass(error):
+            raise ReadError(f"{path} {reason}") from error
         self.skipped[name] = reason
 
     def _visit_subfolder(

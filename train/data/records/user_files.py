@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.chats.records import ChatLines, ChatTable
-from mupax.train.data.interface import DataError, ReadError, unreadable
+from mupax.train.data.interface import DataError, ReadError, may_pass
 from mupax.train.data.records import corpus, ids, listing, split_names
 from mupax.train.data.records.bounds import LimitError
 from mupax.train.data.records.broken import BrokenLog
@@ -407,9 +407,8 @@ def _place_file(
         raise
     except OSError as error:
         message = f"cannot read {file}: {error.strerror}"
-        reason = unreadable(message, error)
-        if isinstance(reason, ReadError):
-            raise reason from error
+        if may_pass(error):
+            raise ReadError(message) from error
         raise _RefusedError(f"cannot be read: {error.strerror}", message) from error
     except DataError as error:
         cause = error.__cause__

@@ -33,7 +33,13 @@ from mupax.disk import is_remote, path_of
 from mupax.terminal import counted
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
-from mupax.train.data.interface import DataError, ReadError, is_system_error, unreadable
+from mupax.train.data.interface import (
+    DataError,
+    ReadError,
+    is_system_error,
+    may_pass,
+    unreadable,
+)
 from mupax.train.data.records import bounds, contents, corpus
 from mupax.train.data.records.listing import files_below, is_hidden, summary
 from mupax.train.data.records.split_names import by_name, split_of
@@ -277,10 +283,9 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
         # or EOFError.
         except Exception as error:
             # An image that the disk does not give now is not broken, and must not be left out.
-            if is_system_error(error):
-                problem = unreadable(f"cannot read the image {name}: {error.strerror}", error)
-                if isinstance(problem, ReadError):
-                    raise problem from error
+            if is_system_error(error) and may_pass(error):
+                message = f"cannot read the image {name}: {error.strerror}"
+                raise ReadError(message) from error
             raise DataError(
                 f"cannot read the image {name}: {error}. Remove or repair it"
             ) from error
@@ -757,9 +762,8 @@ def _content_digest(path: Path) -> bytes:
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
     except OSError as error:
-        problem = unreadable(f"cannot read the image {path}: {error.strerror}", error)
-        if isinstance(problem, ReadError):
-            raise problem from error
+        if may_pass(error):
+            raise ReadError(f"cannot read the image {path}: {error.strerror}") from error
         # The scan has already named the file as broken.
         return b""
 
