@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,94 +9,42 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.data.interface import Prefetch
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Watchdog
+from tests.fixtures import small_runs
+from tests.fixtures.commands import Done
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import folder, interrupted, rows
 
-__all__ = ["one_device", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 # Runs
 
 
 STEPS = 12
-TINY = (
-    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 "
-    "--model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 --data.eval-batch-size 32 "
-    "--optimizer.warmup-steps 2 --checkpoint.every-steps 4 --log.no-samples --log.no-tensorboard "
-    f"--log.eval-every-steps 4 --checkpoint.keep 9 --steps {STEPS}"
-)
-
-
-class Done(NamedTuple):
-    """A run that has ended. Lines of its output are joined."""
-
-    code: int
-    out: str
-    err: str
-    error_lines: int
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("bad")
-    choose = random.Random(0)
-    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
-    lines = [" ".join(choose.choices(words, k=9)) for _ in range(600)]
-    (path / "text.txt").write_text("\n".join(lines))
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
-        patch.setenv("MUPAX_DATA", str(path / "cache"))
-        yield path
 
 
 def train(*words: str) -> Done:
-    out = io.StringIO()
-    err = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["train", *TINY.split(), *words])
-    errors = err.getvalue()
-    lines = len(errors.splitlines())
-    return Done(code, " ".join(out.getvalue().split()), " ".join(errors.split()), lines)
-
-
-def rows(workdir: Path | str) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics, without those that hold measured times."""
-    records = []
-    for row in metrics.read(Path(workdir) / "metrics.jsonl"):
-        if "perf_data_wait" not in row:
-            records.append({name: value for name, value in row.items() if name != "seconds"})
-    return records
+    """Train with a checkpoint and an evaluation after every fourth step."""
+    return small_runs.train(
+        f"--steps {STEPS} --checkpoint.every-steps 4 --checkpoint.keep 9",
+        "--log.eval-every-steps 4 --log.no-tensorboard",
+        *words,
+    )
 
 
 def steps(workdir: str) -> list[int]:
     """Return the steps whose loss is recorded."""
     return [row["step"] for row in rows(workdir) if "loss" in row]
-
-
-def interrupted(source: str, name: str, step: int, lines: int) -> Path:
-    """Copy a finished run as a kill would have left it, with its last row torn.
-
-    Args:
-        step: Step of the last checkpoint that is kept.
-        lines: Number of complete rows of metrics that are kept.
-    """
-    copy = Path(name)
-    shutil.copytree(source, copy)
-    for path in (copy / "checkpoints").iterdir():
-        if path.name.isdigit() and int(path.name) > step:
-            shutil.rmtree(path)
-    written = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(written[:lines]) + '{"step": 6, "lo')
-    return copy
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
-from mupax.train.config.run import (
-    Config,
-    DataConfig,
-    EmaConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PresetConfig,
-)
+from mupax.train.config.run import Config, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState, averaged
 from mupax.train.reuse.forms import convert
-from mupax.train.run.report import metrics
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import evaluations, folder, train
+from tests.fixtures.tiny import batch_of, run_of
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
 DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
-OFF = Config(
-    recipe="tiny", model=DECODER, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1), steps=5,
-    preset=PresetConfig(name="mup", base="lm-proxy"), optimizer=OptimizerConfig(peak_lr=0.02),
-)  # fmt: skip
-ON = dataclasses.replace(OFF, ema=EmaConfig(decay=0.3))
-TINY = (
-    "--data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
-    "--data.eval-batch-size 64 --data.eval-examples 64 --log.eval-every-steps 3 --checkpoint.every-steps 2 --steps 6 "
-    "--optimizer.warmup-steps 2 --optimizer.schedule constant --log.no-tensorboard"
+OFF = run_of(
+    DECODER,
+    preset=PresetConfig(name="mup", base="lm-proxy"),
+    optimizer=OptimizerConfig(peak_lr=0.02),
 )
+ON = dataclasses.replace(OFF, ema=EmaConfig(decay=0.3))
 
 
 def program_of(config: Config) -> Program:
@@ -56,17 +42,11 @@ def trained(config: Config) -> list[TrainState]:
     """States 0 to 3, whole on the host."""
     program = program_of(config)
     step = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
-    random = np.random.default_rng(0)
-    state, numbers = program.initial_state(), program.step_inputs()
+    state = program.initial_state()
     states = [jax.device_get(state)]
-    for _ in range(3):
-        tokens = random.integers(0, 16, (8, 8), np.int32)
-        batch = {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": np.ones((8, 7), np.float32),
-        }
-        state, _ = step(state, numbers, program.train_feed().shard_batch(batch))
+    for seed in range(3):
+        batch = program.train_feed().shard_batch(batch_of(DECODER, seed=seed))
+        state, _ = step(state, program.step_inputs(), batch)
         states.append(jax.device_get(state))
     return states
 
@@ -134,31 +114,6 @@ def test_a_decay_out_of_range_is_refused(decay: float) -> None:
         EmaConfig(decay=decay)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An empty folder with a text; prepared data lies in it too."""
-    path, choose = tmp_path_factory.mktemp("ema"), random.Random(0)
-    (path / "text.txt").write_text(
-        "\n".join(" ".join(choose.choices(("def", "self", "None"), k=9)) for _ in range(300))
-    )
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
-        patch.setenv("MUPAX_DATA", str(path / "cache"))
-        yield path
-
-
-def train(*words: str) -> tuple[int, str, str]:
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        code = main(["train", "lm-tiny", *TINY.split(), "--log.no-samples", *words])
-    return code, out.getvalue(), err.getvalue()
-
-
-def rows(workdir: str, name: str) -> list[dict[str, Any]]:
-    return [row for row in metrics.read(Path(workdir) / metrics.FILE_NAME) if name in row]
-
-
 def saved(checkpoint: Path) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
@@ -171,16 +126,18 @@ def saved(checkpoint: Path) -> dict[str, Any]:
 
 
 def test_a_run_saves_evaluates_and_resumes_its_average(folder: Path) -> None:
-    code, out, err = train("--ema.decay", "0.9", "--workdir", "whole")
-    assert (code, err) == (0, "")
-    assert out.count("(ema weights)") == 2
-    assert [row["eval_weights"] for row in rows("whole", "eval_loss")] == ["ema", "ema"]
-    for words in (["--steps", "4"], ["--resume"]):
-        assert train("--ema.decay", "0.9", "--workdir", "parts", *words)[0] == 0
+    words = "--ema.decay 0.9 --optimizer.schedule constant --steps 6 --log.eval-every-steps 3"
+    done = train(words, "--workdir whole")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count("(ema weights)") == 2
+    assert [row["eval_weights"] for row in evaluations("whole")] == ["ema", "ema"]
+    for flags in ("--steps 4", "--resume"):
+        assert train(words, "--workdir parts", flags).code == 0
     one, other = (saved(folder / name / "checkpoints" / "6") for name in ("parts", "whole"))
     assert {"params", "ema", "opt_state"} < one.keys()
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
-    code, _, err = train("--workdir", "whole", "--resume")
-    assert code == 2
-    assert "the run in whole has ema.decay 0.9, not None; continue it with --ema.decay 0.9" in err
+    done = train("--workdir whole --resume")
+    assert done.code == 2
+    message = "the run in whole has ema.decay 0.9, not None; continue it with --ema.decay 0.9"
+    assert message in done.err
