@@ -37,7 +37,7 @@ def train(*words: str) -> Done:
     """Train with a checkpoint and an evaluation after every fourth step."""
     return small_runs.train(
         f"--steps {STEPS} --checkpoint.every-steps 4 --checkpoint.keep 9",
-        "--log.eval-every-steps 4 --log.no-tensorboard",
+        "--log.eval-every-steps 4 --log.no-tensorboard --data.eval-batch-size 32",
         *words,
     )
 
@@ -66,17 +66,18 @@ NAN = float("nan")
 
 def test_raise_stops_and_says_where(spoilt: dict[int, float]) -> None:
     spoilt[6] = NAN
-    done = train("--workdir", "raised")
+    done = train("--workdir raised")
     assert done.code == 1
-    assert "is not finite at step 7 (loss nan, gradient norm nan)" in done.err
-    assert "(role " in done.err
-    assert "the last good checkpoint is step 4" in done.err
-    assert "--resume --bad-numbers skip" in done.err
-    assert done.error_lines <= 10
+    for words in (
+        "is not finite at step 7 (loss nan, gradient norm nan)", "(role ",
+        "the last good checkpoint is step 4", "--resume --bad-numbers skip",
+    ):  # fmt: skip
+        assert words in done.message
+    assert len(done.err.splitlines()) <= 10
     assert "Traceback" not in done.err
     assert rows("raised")[-1]["step"] == 7
     # The advice works.
-    assert train("--workdir", "raised", "--resume", "--bad-numbers", "skip").code == 0
+    assert train("--workdir raised --resume --bad-numbers skip").code == 0
     assert steps("raised") == [*range(1, STEPS + 1)]
 
 
@@ -84,15 +85,15 @@ def test_the_culprit_is_one_of_the_trained_parameters_where_others_are_frozen(
     spoilt: dict[int, float],
 ) -> None:
     spoilt[1] = 0
-    done = train("--workdir", "frozen", "--freeze", "token_embedding", "block.attention.*")
+    done = train("--workdir frozen --freeze token_embedding block.attention.*")
     assert done.code == 1, done.err
     culprit = "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of"
-    assert culprit in done.err
+    assert culprit in done.message
 
 
 def test_skip_counts_and_is_exact_under_resume(spoilt: dict[int, float]) -> None:
     spoilt.update({2: 0, 6: NAN, 7: 0})
-    done = train("--workdir", "skipped", "--bad-numbers", "skip")
+    done = train("--workdir skipped --bad-numbers skip")
     assert done.code == 0, done.err
     records = rows("skipped")
     assert steps("skipped") == [*range(1, STEPS + 1)]
@@ -101,14 +102,13 @@ def test_skip_counts_and_is_exact_under_resume(spoilt: dict[int, float]) -> None
     assert all(row["loss"] is None for row in skipped)
     assert [row["step"] for row in records if row.get("tokens") == 0] == [3, 7, 8]
     interrupted("skipped", "skipped-on", 4, 9)
-    assert train("--workdir", "skipped-on", "--bad-numbers", "skip", "--resume").code == 0
+    assert train("--workdir skipped-on --bad-numbers skip --resume").code == 0
     assert rows("skipped-on") == records
 
-    limit = ("--faults.most-in-a-row", "2")
     interrupted("skipped", "too-many", 4, 9)
-    done = train("--workdir", "too-many", "--bad-numbers", "skip", "--resume", *limit)
+    done = train("--workdir too-many --bad-numbers skip --resume --faults.most-in-a-row 2")
     assert done.code == 1
-    assert "2 steps in a row were left out" in done.err
+    assert "2 steps in a row were left out" in done.message
     assert rows("too-many")[-1]["step"] == 8
 
 
@@ -116,10 +116,10 @@ def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_unde
     spoilt: dict[int, float],
 ) -> None:
     spoilt.update({1: 0, 8: NAN})
-    done = train("--workdir", "back", "--bad-numbers", "rollback")
+    done = train("--workdir back --bad-numbers rollback")
     assert done.code == 0, done.err
-    assert "back to step 0, going on 2 batches later" in done.out
-    assert "back to step 4, going on 3 batches later" in done.out
+    assert "back to step 0, going on 2 batches later" in done.text
+    assert "back to step 4, going on 3 batches later" in done.text
     records = [row for row in rows("back") if "loss" in row]
     assert steps("back") == [*range(1, STEPS + 1)]
     # Batches 0 and 1 for the first; at step 7, batch 8, three later: 6, 7 and 8.
@@ -128,15 +128,14 @@ def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_unde
     for step, lines in ((4, 8), (0, 3), (8, 11)):
         name = f"back-{step}"
         interrupted("back", name, step, lines)
-        assert train("--workdir", name, "--bad-numbers", "rollback", "--resume").code == 0
+        assert train(f"--workdir {name} --bad-numbers rollback --resume").code == 0
         assert rows(name) == rows("back")
 
     spoilt.update(dict.fromkeys(range(9, 99), 0.0))
     interrupted("back", "hopeless", 8, 3)
-    limit = ("--faults.most-in-a-row", "3")
-    done = train("--workdir", "hopeless", "--bad-numbers", "rollback", "--resume", *limit)
+    done = train("--workdir hopeless --bad-numbers rollback --resume --faults.most-in-a-row 3")
     assert done.code == 1
-    assert "3 rollbacks to one checkpoint did not help" in done.err
+    assert "3 rollbacks to one checkpoint did not help" in done.message
 
 
 # Signals, where a run may be
@@ -155,7 +154,7 @@ def saves() -> list[tuple[int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Checkpoints, "save", watched)
         patch.setattr(metrics, "_DRAIN_SECONDS", 60.0)  # the writer's thread alone would be late
-        assert train("--workdir", "undisturbed").code == 0
+        assert train("--workdir undisturbed").code == 0
     return saved_steps
 
 
@@ -185,13 +184,13 @@ def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "eval_batches", eval_batches)
-        done = train("--workdir", "evaluating")
+        done = train("--workdir evaluating")
     assert done.code == 143, done.err
-    assert "stopped by SIGTERM at step 8 of 12, saved; add --resume" in done.out
+    assert "stopped by SIGTERM at step 8 of 12, saved; add --resume" in done.text
     expected = [row for row in undisturbed if row["step"] < 8]
     expected += [row for row in undisturbed if row["step"] == 8 and "loss" in row]
     assert rows("evaluating") == expected
-    assert train("--workdir", "evaluating", "--resume").code == 0
+    assert train("--workdir evaluating --resume").code == 0
     assert rows("evaluating") == undisturbed
 
 
@@ -231,11 +230,11 @@ def test_a_signal_ends_a_wait_for_data(
         patch.setattr(Prefetch, "__next__", next_batch)
         patch.setattr(Prefetch, "ready", ready)
         patch.setattr("mupax.train.data.interface._PATIENCE_S", 0.2)
-        done = train("--workdir", "waiting")
+        done = train("--workdir waiting")
     released.set()
     assert done.code == 130, done.err
-    assert "stopped by SIGINT at step 6 of 12, saved" in done.out
-    assert train("--workdir", "waiting", "--resume").code == 0
+    assert "stopped by SIGINT at step 6 of 12, saved" in done.text
+    assert train("--workdir waiting --resume").code == 0
     assert rows("waiting") == undisturbed
 
 
@@ -244,31 +243,25 @@ def test_a_signal_ends_a_wait_for_data(
 
 @pytest.mark.core
 def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path: Path) -> None:
-    with (tmp_path / "said").open("w+") as file:
+    said = tmp_path / "said"
+    with said.open("w+") as file:
         with Watchdog(0.2, file) as watchdog:
-            time.sleep(
-                0.5
-            )  # before the first word it does not watch: compiling takes as long as it takes
+            time.sleep(0.5)  # before the first word it does not watch: compiling may take long
             for _ in range(20):
                 watchdog.waiting("nothing much")
                 time.sleep(0.02)
             file.flush()
-            assert (tmp_path / "said").read_text() == ""
+            assert said.read_text() == ""
             watchdog.waiting("the batch of step 7")
             time.sleep(0.9)
-        report = (tmp_path / "said").read_text()
-    assert (
-        2
-        <= report.count(
-            "without anything finished; waiting for the batch of step 7. The threads are at:"
-        )
-        <= 4
-    )
+        report = said.read_text()
+    message = "without anything finished; waiting for the batch of step 7. The threads are at:"
+    assert 2 <= report.count(message) <= 4
     assert "test_the_watchdog_speaks_after_a_silence" in report
-    with (tmp_path / "off").open("w+") as file, Watchdog(None, file) as watchdog:
+    with said.open("w+") as file, Watchdog(None, file) as watchdog:
         watchdog.waiting("nothing")
         time.sleep(0.2)
-    assert (tmp_path / "off").read_text() == ""
+    assert said.read_text() == ""
 
 
 # Where the main thread cannot hear
