@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from mupax import presets
@@ -23,7 +22,7 @@ from mupax.train.core.factors import hyperparams, resolve
 from mupax.train.core.guards import check_chain
 from mupax.train.core.muon import hidden_matrices
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.definition import define, definition
+from mupax.zoo.definition import definition
 from mupax.zoo.functional.definition import define_function
 
 # Without biases a chain, which is compiled for each check, has half as many parameters.
@@ -269,31 +268,6 @@ def test_no_schedule_changes_the_ratio_of_two_rates():
                 np.testing.assert_allclose(
                     u, -table[step] * factors.lr[key].flat[0], rtol=1e-6, err_msg=f"{name} {key}"
                 )
-
-
-# What has no declaration
-
-
-def test_a_parameter_without_spec_is_named() -> None:
-    class Bare(nnx.Module):
-        def __init__(self):
-            self.inner = nnx.Param(jnp.zeros((2, 3)))
-
-    with pytest.raises(
-        PresetError,
-        match=r"parameter inner \(2, 3\) has no spec; write nnx.Param\(value, spec=ParamSpec",
-    ):
-        define(Bare)
-
-
-def test_a_role_without_rule_is_named() -> None:
-    def partial(spec: Any) -> Any:
-        if spec.role is Role.MLP_OUT:
-            raise PresetError(f"mine has no rule for the role {spec.role.value}")
-        return MUP.rule(spec)
-
-    with pytest.raises(PresetError, match=r"block.mlp.down: mine has no rule for the role mlp_out"):
-        resolve(dataclasses.replace(MUP, name="mine", rule=partial), MODEL)
 
 
 def test_a_preset_whose_own_decay_drifts_cautions():

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import Factor, definition, normals
+from tests.fixtures.tiny import assert_same_bits, batch_of
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
 STEPS = 10
@@ -51,22 +53,6 @@ def bare_optax(name: str, decays: Any) -> optax.GradientTransformation:
     return optax.adamw(0.01, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decays)
 
 
-def batch_of(config: DecoderConfig | ViTConfig) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    if isinstance(config, DecoderConfig):
-        tokens = rng.integers(0, 11, (4, 6)).astype(np.int32)
-        return {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": np.ones((4, 5), np.float32),
-        }
-    images, labels = (
-        rng.normal(size=(4, 6, 6, 1)).astype(np.float32),
-        rng.integers(0, 7, 4).astype(np.int32),
-    )
-    return {"inputs": images, "targets": labels, "weights": np.ones(4, np.float32)}
-
-
 def bare(
     config: DecoderConfig | ViTConfig,
     name: str,
@@ -80,12 +66,9 @@ def bare(
     tx = bare_optax(name, decays)
 
     def loss(params, factors, batch):
-        scaled = (
-            {**params, "patch": params["patch"] * np.float32(9**-0.5)}
-            if "patch" in params
-            else params
-        )
-        variables = nnx.from_flat_state({paths[key]: nnx.Param(w) for key, w in scaled.items()})
+        if "patch" in params:
+            params = {**params, "patch": params["patch"] * np.float32(9**-0.5)}
+        variables = nnx.from_flat_state({paths[key]: nnx.Param(w) for key, w in params.items()})
         logits = nnx.merge(graph, variables, factors)(batch["inputs"])
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]), jnp.sum(batch["weights"])
@@ -148,8 +131,7 @@ def test_sp_trains_to_the_bits_of_bare_optax(config: DecoderConfig | ViTConfig, 
     expected, expected_losses = bare(config, name, start, batch_of(config))
     assert losses[0] != losses[-1]
     np.testing.assert_array_equal(losses, expected_losses)
-    for key in params:
-        np.testing.assert_array_equal(params[key], expected[key], err_msg=key)
+    assert_same_bits(params, expected)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion"])
@@ -157,26 +139,19 @@ def test_sp_has_the_same_numbers_whatever_its_base(name: str):
     """So that the equality above holds at any size: sp's rates, eps and decay are exactly 1 everywhere."""
     for config in (LM, dataclasses.replace(LM, width=30, depth=5), VIT):
         expected = resolve(presets.get("sp", base=config.base_sizes()), definition(config), name)
-        assert all(
-            (x == 1).all() for column in (expected.lr, expected.eps) for x in column.values()
-        )
-        for base in (
-            None,
-            {"embed": 5, "heads": 1, "kv_heads": 1, "head_dim": 5, "mlp": 7, "layers": 1},
-        ):
+        assert all((x == 1).all() for x in jax.tree.leaves((expected.lr, expected.eps)))
+        small = {"embed": 5, "heads": 1, "kv_heads": 1, "head_dim": 5, "mlp": 7, "layers": 1}
+        for base in (None, small):
             factors = resolve(presets.get("sp", base=base), definition(config), name)
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), factors, expected
-            )
-            assert all((factors.lr[key] == expected.lr[key]).all() for key in expected.lr)
+            chex.assert_trees_all_close(factors, expected, rtol=1e-6)
+            chex.assert_trees_all_equal(factors.lr, expected.lr)
 
 
 def test_presets_at_their_base_train_to_the_bits_of_sp():
     _, expected, _ = trained(LM, "adamw", "sp", based=True)
     for name in ("depth-mup", "completep", "hybrid"):
         _, params, _ = trained(LM, "adamw", name, based=True)
-        for key in params:
-            np.testing.assert_array_equal(params[key], expected[key], err_msg=f"{name} {key}")
+        assert_same_bits(params, expected)
 
 
 def test_control_away_from_its_base_a_preset_is_not_sp():

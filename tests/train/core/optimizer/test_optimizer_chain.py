@@ -35,6 +35,7 @@ def rows_of_ones(specs: dict[str, bool]) -> Factors:
         (OptimizerConfig(weight_decay=0.2), lambda lr, mask: optax.adamw(lr, b2=0.95, weight_decay=0.2, mask=mask)),
         (OptimizerConfig(name="adam", b1=0.8, b2=0.7, eps=0.1), lambda lr, mask: optax.adam(lr, 0.8, 0.7, 0.1)),
         (OptimizerConfig(name="sgd", momentum=0.7), lambda lr, mask: optax.sgd(lr, 0.7)),
+        (OptimizerConfig(name="momentum", momentum=0.7), lambda lr, mask: optax.sgd(lr, 0.7)),
         (
             OptimizerConfig(name="sgd", weight_decay=0.2, clip_norm=0.5),
             lambda lr, mask: optax.chain(
@@ -42,7 +43,7 @@ def rows_of_ones(specs: dict[str, bool]) -> Factors:
             ),
         ),
     ],
-    ids=["adamw", "adam", "sgd", "clipped"],
+    ids=["adamw", "adam", "sgd", "momentum", "clipped"],
 )  # fmt: skip
 @pytest.mark.core
 def test_at_base_size_the_chain_is_optax(

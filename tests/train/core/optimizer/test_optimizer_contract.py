@@ -195,7 +195,7 @@ def test_forms_of_a_preset_are_one_parameterization(name: str, form: Any) -> Non
 def test_a_chain_of_the_row_is_what_the_preset_asks_for(name: str) -> None:
     preset = presets.get("mup", base=BASE)
     factors = resolve(preset, MODEL, name)
-    config = config_of(name, peak_lr=1.0, eps=1e-8)
+    config = config_of(name, peak_lr=1.0, eps=1e-8, weight_decay=0.1)
     chain = build(config, MODEL.specs)
     numbers = hyperparams(config, 1).at(jnp.int32(0))
 
