@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.config.run import (
     Config,
-    DataConfig,
     LogConfig,
     MeshConfig,
     OptimizerConfig,
     PresetConfig,
 )
 from mupax.train.core import step as steps
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import Program
 from mupax.train.core.state import shardings_of
 from mupax.zoo.configs import (
     ComputeConfig,
@@ -41,9 +37,17 @@ from mupax.zoo.encoder_decoder import model as encoder_decoder
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.kernels import largest_logits
 from tests.fixtures.devices import one_device
-from tests.fixtures.tiny import random_params, state_with
+from tests.fixtures.small_runs import folder, rows, train
+from tests.fixtures.tiny import (
+    program_of,
+    random_example,
+    random_params,
+    run_of,
+    scalars,
+    state_with,
+)
 
-__all__ = ["one_device"]  # a fixture
+__all__ = ["folder", "one_device"]  # fixtures
 
 BATCH = 8
 PAIRS_TOLERANCE = 2e-6
@@ -79,51 +83,26 @@ MODELS: dict[str, ModelConfig] = {
 
 
 def config_of(model: ModelConfig, **fields: Any) -> Config:
-    """Return a run that measures logits, with a large initial std so that logits are large."""
-    data = DataConfig(name="text:x", batch_size=BATCH)
-    base = "lm-proxy"
-    if isinstance(model, ViTConfig):
-        data = DataConfig(name="images:x", batch_size=BATCH)
-        base = "vit-proxy"
-    if isinstance(model, EncoderDecoderConfig):
-        data = replace(data, noise="infilling")
-        base = "ed-proxy"
+    """Return a run that measures logits. Its base is a small model, so that logits are large."""
+    bases = {DecoderConfig: "lm-proxy", ViTConfig: "vit-proxy", EncoderDecoderConfig: "ed-proxy"}
     values: dict[str, Any] = {
-        "recipe": "tiny",
-        "model": model,
-        "data": data,
-        "mesh": MeshConfig(data=1),
-        "steps": 7,
-        "preset": PresetConfig(name="mup", base=base),
+        "preset": PresetConfig(name="mup", base=bases[type(model)]),
         "optimizer": OptimizerConfig(name="sgd", peak_lr=0.1, schedule="constant"),
         "log": LogConfig(attention_logits=True),
     }
-    return Config(**{**values, **fields})
+    return run_of(model, **{**values, **fields})
 
 
-def program_of(config: Config) -> Program:
-    mesh = config.mesh
-    count = mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor
-    return assemble(config, jax.devices()[:count])
-
-
-def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+def batch_of(config: Config) -> dict[str, np.ndarray]:
     """Return a batch with documents of uneven length, or with padding in the encoder."""
-    random = np.random.default_rng(seed)
-    batch: dict[str, np.ndarray] = {}
-    for name, spec in config.model.example().items():
-        shape = (BATCH, *spec.shape)
-        if spec.dtype == "float32":
-            batch[name] = random.standard_normal(shape).astype(np.float32)
-        else:
-            batch[name] = random.integers(0, 7, shape, np.int32)
-    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
+    random = np.random.default_rng(0)
+    batch = random_example(config.model)
     if "input_mask" in batch:
         lengths = random.integers(1, batch["inputs"].shape[1], (BATCH, 1))
         batch["input_mask"] = (np.arange(batch["inputs"].shape[1]) < lengths).astype(np.int32)
     if config.data.document_mask:
-        batch["segments"] = np.sort(random.integers(0, 3, batch["inputs"].shape), axis=1)
-        batch["segments"] = batch["segments"].astype(np.int32)
+        segments = random.integers(0, 3, batch["inputs"].shape, np.int32)
+        batch["segments"] = np.sort(segments, axis=1)
     return batch
 
 
@@ -354,8 +333,7 @@ def stepped(config: Config) -> tuple[Any, dict[str, float]]:
     state = state_with(program, params_of(program))
     batch = program.train_feed().shard_batch(batch_of(config))
     state, metrics = step(state, program.step_inputs(), batch)
-    values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
-    return jax.device_get(state.params), values
+    return jax.device_get(state.params), scalars(metrics)
 
 
 def logits_and_loss(
@@ -514,41 +492,41 @@ def test_a_run_without_the_flag_pays_nothing() -> None:
 
 
 @pytest.mark.core
-def test_a_model_without_attention_is_refused_before_anything_is_compiled() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "log.attention_logits needs attention logits, and those of the model .*leave it out"),
+        (
+            {"log": LogConfig(), "optimizer": OptimizerConfig(qk_clip=1.0)},
+            "^optimizer.qk_clip needs attention logits",
+        ),
+    ],
+    ids=["measured", "clipped"],
+)
+def test_a_model_without_attention_is_refused_before_anything_is_compiled(
+    changes: dict[str, Any], message: str
+) -> None:
     from examples import mlp_mixer
 
     mixer = mlp_mixer.MixerConfig(
         width=20, depth=2, image_size=9, patch_size=3, channels=2, num_classes=7
     )
-    config = config_of(VIT)
-    with pytest.raises(
-        ConfigError,
-        match=r"log.attention_logits needs attention logits, and those of the model .*leave it out",
-    ):
-        program_of(replace(config, model=mixer, preset=PresetConfig(name="mup", base=None)))  # fmt: skip
+    changes = {"preset": PresetConfig(name="mup", base=None), **changes}
+    with pytest.raises(ConfigError, match=message):
+        program_of(replace(config_of(VIT), model=mixer, **changes))
 
 
 @pytest.mark.core
-def test_rows_screen_summary_and_tensorboard_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(3000)))
-    line = (
-        "train lm-tiny --data.name text:text.txt --data.tokenizer bytes --model.width 16 --model.depth 1 "
-        "--model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16 "
-        "--steps 5 --optimizer.warmup-steps 1 --log.no-samples --workdir out --log.attention-logits"
+def test_rows_screen_summary_and_tensorboard_have_it() -> None:
+    done = train(
+        "--data.tokenizer bytes --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16",
+        "--steps 5 --optimizer.warmup-steps 1 --workdir out --log.attention-logits",
     )
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(line.split()) == 0
-    rows = [json.loads(text) for text in Path("out/metrics.jsonl").read_text().splitlines()]
-    values = [row["attention_logit_max"] for row in rows if "loss" in row]
+    assert done.code == 0, done.err
+    values = [row["attention_logit_max"] for row in rows("out") if "loss" in row]
     assert len(values) == 5
     assert all(np.isfinite(values))
-    text = out.getvalue()
-    assert f"attention logit {values[-1]:.4g}" in text
-    (summary,) = [row for row in text.splitlines() if "attention logit" in row and "at most" in row]
-    assert f"at most {max(values):.4g}, at step {1 + int(np.argmax(values))}" in summary
+    assert f"attention logit {values[-1]:.4g}" in done.out
+    assert f"at most {max(values):.4g}, at step {1 + int(np.argmax(values))}" in done.out
     events = b"".join(path.read_bytes() for path in Path("out/tensorboard").rglob("events*"))
     assert b"train/attention_logit_max" in events

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from mupax.train.config.run import Config, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import Program
 from mupax.zoo.configs import (
     ComputeConfig,
     ConfigError,
@@ -21,7 +20,16 @@ from mupax.zoo.configs import (
     ViTConfig,
 )
 from mupax.zoo.transformer import RoutingConfig
-from tests.fixtures.tiny import Training, batch_of, random_params, run_of, state_with, train
+from tests.fixtures.commands import refusal
+from tests.fixtures.tiny import (
+    Training,
+    batch_of,
+    program_of,
+    random_params,
+    run_of,
+    state_with,
+    train,
+)
 
 # Fewer parameters compile in less time.
 DENSE = DecoderConfig(
@@ -44,8 +52,8 @@ def trained_from_random(program: Program, steps: int) -> Training:
 
 
 @functools.cache
-def trained(config: Config, devices: int = 1) -> Training:
-    return trained_from_random(assemble(config, jax.devices()[:devices]), 2)
+def trained(config: Config) -> Training:
+    return trained_from_random(program_of(config), 2)
 
 
 def assert_same(actual: Training, expected: Training) -> None:
@@ -68,7 +76,7 @@ def test_metrics_tell_dropped_tokens_and_the_losses_of_routers() -> None:
 
 def test_eight_devices_are_as_one_without_a_capacity() -> None:
     mesh = MeshConfig(data=1, fsdp=8)
-    assert_same(trained(config_of(DROPLESS, mesh=mesh), devices=8), trained(config_of(DROPLESS)))
+    assert_same(trained(config_of(DROPLESS, mesh=mesh)), trained(config_of(DROPLESS)))
 
 
 def test_microbatches_add_up_to_the_batch() -> None:
@@ -85,7 +93,7 @@ def test_microbatches_add_up_to_the_batch() -> None:
 def test_eight_devices_a_scan_and_recomputation_change_nothing() -> None:
     model = dataclasses.replace(MODEL, compute=RECOMPUTED)
     config = config_of(model, mesh=MeshConfig(data=4, tensor=2))
-    assert_same(trained(config, devices=8), trained(config_of(MODEL)))
+    assert_same(trained(config), trained(config_of(MODEL)))
 
 
 def test_a_balance_bias_follows_loads_and_is_no_part_of_the_gradient() -> None:
@@ -94,7 +102,7 @@ def test_a_balance_bias_follows_loads_and_is_no_part_of_the_gradient() -> None:
     optimizer = OptimizerConfig(name="sgd", peak_lr=0.1, clip_norm=1e-6)
     model = dataclasses.replace(MODEL, routing=routing, compute=RECOMPUTED)
     config = config_of(model, optimizer=optimizer)
-    training = trained_from_random(assemble(config, jax.devices()[:1]), 1)
+    training = trained_from_random(program_of(config), 1)
     params = training.last.params
     balance = np.asarray(params["block.experts.balance"])
     assert balance.shape == (2, 4)
@@ -130,18 +138,8 @@ def test_a_balance_bias_follows_loads_and_is_no_part_of_the_gradient() -> None:
         ),
     ],
 )
-def test_experts_that_do_not_fit_are_refused_before_work(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from mupax.train.__main__ import main
-
-    try:
-        code = main(["lm-tiny", "--model.mlp-ratio", "4", *words.split(), "--dry-run"])
-    except SystemExit as stop:
-        code = stop.code
-    stderr = " ".join(capsys.readouterr().err.split())
-    assert code == 2
-    assert message in stderr.replace(" │ │ ", " ")
+def test_experts_that_do_not_fit_are_refused_before_work(words: str, message: str) -> None:
+    assert message in refusal("train lm-tiny --model.mlp-ratio 4 --dry-run", words)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def one_expert(gate: Any, dense: Training) -> tuple[Program, Any]:
     """Return the program of a single expert and a state with the parameters of a dense model."""
     routing = RoutingConfig(gate=gate)
     model = dataclasses.replace(DENSE, experts=1, active_experts=1, routing=routing)
-    program = assemble(at_base(model), jax.devices()[:1])
+    program = program_of(at_base(model))
     params = random_params(program)
     for name, value in dense.first.items():
         if ".mlp." in name:
@@ -213,7 +211,7 @@ def test_a_vision_transformer_has_experts_and_its_evaluation_no_loss_of_routers(
         width=8, depth=1, num_heads=2, image_size=4, patch_size=2, channels=1, num_classes=3,
         experts=4, bias=False,
     )  # fmt: skip
-    program = assemble(config_of(model), jax.devices()[:1])
+    program = program_of(config_of(model))
     batch = program.train_feed().shard_batch(batch_of(model, BATCH))
     training = trained_from_random(program, 1)
     evaluated = program.compile_eval()(training.first, program.step_inputs(), batch)
