@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,33 +10,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import (
     Config,
-    DataConfig,
     EmaConfig,
     MeshConfig,
     OptimizerConfig,
     PresetConfig,
 )
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import Program
 from mupax.train.core.qk_clip import param_scales
 from mupax.train.core.state import averaged
 from mupax.train.studies.sweep.sweep import shape_of
 from mupax.zoo.configs import (
     ComputeConfig,
-    ConfigError,
     DecoderConfig,
     EncoderDecoderConfig,
     ViTConfig,
 )
 from mupax.zoo.definition import definition
+from tests.fixtures import small_runs
+from tests.fixtures.commands import Done
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.tiny import assert_close, random_params, state_with
+from tests.fixtures.small_runs import folder, interrupted, rows
+from tests.fixtures.tiny import (
+    assert_close,
+    program_of,
+    random_example,
+    random_params,
+    run_of,
+    state_with,
+)
 
-__all__ = ["one_device", "shared_programs"]  # fixtures
+__all__ = ["folder", "one_device", "shared_programs"]  # fixtures
 
 replace = dataclasses.replace
 DECODER = DecoderConfig(
@@ -53,11 +55,12 @@ EVEN = DecoderConfig(
     width=64, depth=2, num_heads=4, head_dim=16, mlp_ratio=2, vocab_size=17, seq_len=16,
     norm_gain=False, activation="relu", compute=ComputeConfig(layers="scan"),
 )  # fmt: skip
-RUN = Config(
-    recipe="tiny", model=replace(DECODER, depth=1), data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1), steps=7,
-    preset=PresetConfig(name="mup", base="lm-proxy"), optimizer=OptimizerConfig(peak_lr=0.01, weight_decay=0.1, qk_clip=1.0),
+RUN = run_of(
+    replace(DECODER, depth=1),
+    preset=PresetConfig(name="mup", base="lm-proxy"),
+    optimizer=OptimizerConfig(peak_lr=0.01, weight_decay=0.1, qk_clip=1.0),
     ema=EmaConfig(decay=0.9),
-)  # fmt: skip
+)
 PLAIN = replace(
     RUN, ema=EmaConfig(), optimizer=OptimizerConfig(name="sgd", peak_lr=0.01, qk_clip=1.0)
 )
@@ -67,27 +70,8 @@ NO_LIMIT = 1e9
 """Limit that no logit reaches. The limit is an input of a program, so it needs no other one."""
 
 
-def program_of(config: Config) -> Program:
-    mesh = config.mesh
-    count = mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor
-    return assemble(config, jax.devices()[:count])
-
-
 def with_optimizer(config: Config, **fields: Any) -> Config:
     return replace(config, optimizer=replace(config.optimizer, **fields))
-
-
-def batch_of(config: Config) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    batch: dict[str, np.ndarray] = {}
-    for name, spec in config.model.example().items():
-        shape = (config.data.batch_size, *spec.shape)
-        if spec.dtype == "float32":
-            batch[name] = random.standard_normal(shape).astype(np.float32)
-        else:
-            batch[name] = random.integers(1, 7, shape, np.int32)
-    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
-    return batch
 
 
 def is_query(name: str) -> bool:
@@ -127,7 +111,7 @@ def stepped(
         step_inputs = step_inputs._replace(qk_clip=np.float32(limit))
     rows = []
     for _ in range(count):
-        batch = program.train_feed().shard_batch(batch_of(config))
+        batch = program.train_feed().shard_batch(random_example(config.model))
         state, metrics = step(state, step_inputs, batch)
         rows.append(jax.device_get(metrics))
     return before, jax.device_get(state), rows
@@ -269,20 +253,17 @@ def test_microbatches_clip_by_the_largest_logit_of_all() -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["encoder-decoder", "vit"])
 def test_all_attentions_of_other_models_are_clipped(family: str) -> None:
+    model: Any = EncoderDecoderConfig(
+        width=22, depth=1, num_heads=3, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7,
+        target_len=5, norm_gain=False,
+    )  # fmt: skip
     if family == "vit":
         model = ViTConfig(
-            width=22, depth=2, num_heads=3, head_dim=5, mlp_ratio=1.5, image_size=9, patch_size=3, channels=2, num_classes=7,
-            norm_gain=False,
+            width=22, depth=2, num_heads=3, head_dim=5, mlp_ratio=1.5, image_size=9, patch_size=3,
+            channels=2, num_classes=7, norm_gain=False,
         )  # fmt: skip
-        data = DataConfig(name="images:x", batch_size=8)
-        config = replace(PLAIN, model=model, data=data, preset=PresetConfig(base="vit-proxy"))
-    else:
-        model = EncoderDecoderConfig(
-            width=22, depth=1, num_heads=3, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, target_len=5,
-            norm_gain=False,
-        )  # fmt: skip
-        data = DataConfig(name="text:x", batch_size=8, noise="infilling")
-        config = replace(PLAIN, model=model, data=data, preset=PresetConfig(base="ed-proxy"))
+    base = "vit-proxy" if family == "vit" else "ed-proxy"
+    config = run_of(model, preset=PresetConfig(base=base), optimizer=PLAIN.optimizer)
     before, after, rows = stepped(with_optimizer(config, peak_lr=0.0), 3)
     matrices = [name for name in before.params if name.rpartition(".")[2] in ("query", "key")]
     assert len(matrices) == (2 if family == "vit" else 6)
@@ -307,7 +288,7 @@ def test_a_skipped_step_clips_nothing() -> None:
     program = program_of(RUN)
     state = state_with(program, random_params(program))
     before = jax.device_get(state.params)
-    batch = batch_of(RUN)
+    batch = random_example(RUN.model)
     batch["weights"][0, 0] = np.nan
     after, metrics = program.compile_train()(state, program.step_inputs(), batch)
     assert metrics["verdict"][0] == 1
@@ -322,62 +303,38 @@ def test_points_of_a_sweep_share_a_program_whatever_their_limit() -> None:
     assert shape_of(one) != shape_of(with_optimizer(RUN, qk_clip=None))
 
 
-TRAIN = (
-    "train lm-tiny --data.name text:text.txt --data.tokenizer bytes --model.width 16 --model.depth 1 "
-    "--model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16 "
-    "--steps 6 --optimizer.warmup-steps 1 --checkpoint.every-steps 3 --log.no-samples --log.no-tensorboard --workdir "
-)
+def train(*words: str) -> Done:
+    return small_runs.train(
+        "--data.tokenizer bytes --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16",
+        "--steps 6 --optimizer.warmup-steps 1 --checkpoint.every-steps 3 --log.no-tensorboard",
+        *words,
+    )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(3000)))
-    return tmp_path
+def test_a_command_clips_and_a_resumed_run_has_the_same_bits() -> None:
+    flags = "--optimizer.qk-clip 0.05 --optimizer.peak-lr 2e-4 --optimizer.schedule constant"
+    done = train(flags, "--workdir whole")
+    assert done.code == 0, done.err
+    largest = [row["attention_logit_max"] for row in rows("whole") if "loss" in row]
+    assert largest[0] > 0.1
+    # The factors go by the logits of the batch before: 0.063 was seen.
+    assert max(largest[1:]) < 0.07
 
-
-def typed(line: str) -> tuple[int, str, str]:
-    """Return the exit code of a command, and what it printed to both streams."""
-    out = io.StringIO()
-    err = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(line.split())
-        except SystemExit as end:
-            code = end.code
-    return int(code or 0), out.getvalue(), err.getvalue()
-
-
-def rows_of(workdir: str) -> dict[int, tuple[float, float]]:
-    rows = [json.loads(text) for text in Path(workdir, "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["loss"], r["attention_logit_max"]) for r in rows if "loss" in r}
-
-
-def test_a_command_clips_and_a_resumed_run_has_the_same_bits(folder: Path) -> None:
-    flags = " --optimizer.qk-clip 0.05 --optimizer.peak-lr 2e-4 --optimizer.schedule constant"
-    code, _, err = typed(f"{TRAIN}whole{flags}")
-    assert code == 0, err
-    whole = rows_of("whole")
-    assert whole[1][1] > 0.1
-    assert max(logit for step, (_, logit) in whole.items() if step > 1) < 0.06
-
-    # A kill before step 6 would have left this.
-    shutil.copytree("whole", "parts")
-    shutil.rmtree("parts/checkpoints/6")
-    code, out, err = typed(f"{TRAIN}parts{flags} --resume")
-    assert code == 0, err
-    assert "resuming" in out
-    assert rows_of("parts") == whole
+    interrupted("whole", "parts", 3)
+    done = train(flags, "--workdir parts --resume")
+    assert done.code == 0, done.err
+    assert "resuming" in done.out
+    assert rows("parts") == rows("whole")
     # A limit that changes is announced.
-    code, out, err = typed(f"{TRAIN}parts{flags} --resume --steps 7 --optimizer.qk-clip 7")
-    assert code == 0, err
-    assert "optimizer.qk_clip 0.05 -> 7" in " ".join(out.split())
+    done = train(flags, "--workdir parts --resume --steps 7 --optimizer.qk-clip 7")
+    assert done.code == 0, done.err
+    assert "optimizer.qk_clip 0.05 -> 7" in done.text
 
 
 REFUSED = {
     "--optimizer.qk-clip 0": "optimizer.qk_clip is 0.0; write the largest attention logit",
-    "--optimizer.qk-clip -3": "optimizer.qk_clip is -3.0; write the largest attention logit",
-    "--optimizer.qk-clip nan": "optimizer.qk_clip is nan; write the largest attention logit",
+    "--optimizer.qk-clip -3": "optimizer.qk_clip is -3.0",
+    "--optimizer.qk-clip nan": "optimizer.qk_clip is nan",
     "--optimizer.qk-clip 9 --model.qk-norm": "model.qk_norm normalizes their outputs",
     "--optimizer.qk-clip 9 --freeze query": "block.attention.query is frozen; leave it out",
     "--optimizer.qk-clip 9 --freeze block.attention.key": "block.attention.key is frozen",
@@ -388,26 +345,10 @@ REFUSED = {
 @pytest.mark.core
 @pytest.mark.parametrize("flags", REFUSED)
 def test_wrong_settings_get_one_line_before_anything_is_compiled(
-    flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(Program, "compile_train", fail)
-    code, _, err = typed(f"{TRAIN}out {flags}")
-    assert code == 2
-    assert REFUSED[flags] in " ".join(err.split())
-    assert len(err.strip().splitlines()) == 1
-
-
-@pytest.mark.core
-def test_a_model_without_attention_is_refused() -> None:
-    from examples import mlp_mixer
-
-    data = DataConfig(name="images:x", batch_size=8)
-    mixer = mlp_mixer.MixerConfig(
-        width=20, depth=2, image_size=9, patch_size=3, channels=2, num_classes=7
-    )
-    config = replace(RUN, model=mixer, data=data, preset=PresetConfig(name="mup", base=None))
-    with pytest.raises(ConfigError, match=r"^optimizer.qk_clip needs attention logits"):
-        program_of(config)
+    monkeypatch.delattr(Program, "compile_train")
+    done = train("--workdir out", flags)
+    assert done.code == 2
+    assert REFUSED[flags] in done.message
+    assert len(done.err.strip().splitlines()) == 1
