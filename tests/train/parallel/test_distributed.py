@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +42,15 @@ MPI_5 = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "PMIX_NAMESPACE": "prterun-node-a-8191@1",
 }
+BY_MPI_5 = {
+    "coordinator_address": "node-a:65535",
+    "num_processes": 4,
+    "process_id": 3,
+    "local_device_ids": [1],
+}
 BY_HAND = DistributedConfig(coordinator="a:1", processes=2, process=1)
 TOLD = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+BY_JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}
 SLURM = {
     "SLURM_STEP_NODELIST": "n[1-4]",
     "SLURM_NTASKS": "4",
@@ -57,18 +65,8 @@ SLURM = {
         (ALONE, {}, False, None),
         (BY_HAND, {}, False, TOLD),
         (BY_HAND, SLURM, True, TOLD),
-        (
-            ALONE,
-            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
-            False,
-            TOLD,
-        ),
-        (
-            DistributedConfig(process=1),
-            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"},
-            False,
-            TOLD,
-        ),
+        (ALONE, {**BY_JAX, "JAX_PROCESS_ID": "1"}, False, TOLD),
+        (DistributedConfig(process=1), BY_JAX, False, TOLD),
         (ALONE, {}, True, {}),
         (ALONE, SLURM, False, {"local_device_ids": list(range(8))}),
         (ALONE, {**SLURM, "SLURM_NTASKS": "32"}, False, {"local_device_ids": None}),
@@ -77,17 +75,7 @@ SLURM = {
         (ALONE, {"SLURM_NTASKS": "4"}, False, None),
         (ALONE, {"OMPI_COMM_WORLD_SIZE": "2"}, False, {}),
         (ALONE, {**MPI_5, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3"}, False, {}),
-        (
-            ALONE,
-            MPI_5,
-            False,
-            {
-                "coordinator_address": "node-a:65535",
-                "num_processes": 4,
-                "process_id": 3,
-                "local_device_ids": [1],
-            },
-        ),
+        (ALONE, MPI_5, False, BY_MPI_5),
         (DistributedConfig(processes=1), SLURM, True, None),
     ],
 )
@@ -118,9 +106,7 @@ def test_a_part_of_what_it_takes_is_refused(
 
 
 def test_a_plain_process_joins_nobody() -> None:
-    with runtime._joined(
-        place(ALONE, {}, tpu=False), dataclasses.replace(lm_tiny(), distributed=ALONE)
-    ) as processes:
+    with runtime._joined(place(ALONE, {}, tpu=False), lm_tiny()) as processes:
         assert (processes.index, processes.count, processes.leader) == (0, 1, True)
         assert processes.broadcast("x", lambda: 3) == 3
         with processes.leader_first("y"):
@@ -181,6 +167,27 @@ class Store:
             assert self.changed.wait_for(lambda: self.values[name] == "2", timeout=20)
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of processes that leave, after which their threads do nothing."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        threading.Event().wait()
+
+    monkeypatch.setattr(distributed, "leave", leave)
+    return codes
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Wait until a condition holds, for some seconds at most. Return whether it does."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
 def on_two_processes(work: Any) -> list[Any]:
     """Run `work` as two processes, each a thread. Return its results or exceptions."""
     store, results = Store(), [None, None]
@@ -232,13 +239,12 @@ def test_the_longest_wait_ends_with_the_same_message(monkeypatch: pytest.MonkeyP
 
 
 def test_other_data_is_refused_by_name() -> None:
-    class Facts:
-        def __init__(self, digest: str) -> None:
-            self.facts = {"name": "x", "digest": digest}
+    def work(processes: Processes) -> None:
+        facts = {"name": "x", "digest": f"d{processes.index}"}
+        data: Any = SimpleNamespace(facts=facts)
+        start.check_data(data, processes)
 
-    first, second = on_two_processes(
-        lambda processes: start.check_data(Facts(f"d{processes.index}"), processes)
-    )
+    first, second = on_two_processes(work)
     assert first is None
     assert isinstance(second, DataError)
     assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)
@@ -304,42 +310,27 @@ def test_control_alone_a_process_stops_at_the_next_program() -> None:
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_coordinator_that_does_not_answer_ends_a_process(
-    hangs: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hangs: bool, left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left, seconds = threading.Event(), []
-
-    def leave(code: int) -> None:
-        seconds.append((code, time.monotonic()))
-        left.set()
-        threading.Event().wait()  # as nothing comes after it
-
     class Stopped(Store):
         def key_value_set(self, *arguments: Any) -> None:
             if not hangs:
                 raise jax.errors.JaxRuntimeError("UNAVAILABLE")
-            left.wait(60)  # as where process 0 was sent SIGSTOP
+            wait_until(lambda: bool(left), 60)  # as where process 0 was sent SIGSTOP
 
-    monkeypatch.setattr(distributed, "leave", leave)
     began, processes = time.monotonic(), Cluster(1, 2, Stopped(), heartbeat_seconds=1)
-    assert left.wait(30)
+    assert wait_until(lambda: bool(left), 30)
     processes._done.set()
-    assert seconds[0][0] == 1
-    assert 1 < seconds[0][1] - began < 10
+    assert left[0] == 1
+    assert 1 < time.monotonic() - began < 10
     assert "error: process 0 (the coordinator) failed: no answer for 1 s" in capsys.readouterr().err
 
 
-def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(
-        distributed, "leave", lambda code: left.append(code) or threading.Event().wait()
-    )
-
+def test_a_save_that_end_all_is_told_of_ends_every_process(left: list[int]) -> None:
     def work(processes: Processes) -> None:
         if processes.index:
             processes.end_all("the disk is full")
-        until = time.monotonic() + 15
-        while len(left) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until(lambda: len(left) >= 2)
 
     on_two_processes(work)
     assert left[:2] == [1, 1]
@@ -359,22 +350,17 @@ def test_processes_that_all_wait_for_another_end(
     waits: tuple[float, float],
     asks: int | None,
     ends: bool,
+    left: list[int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    left: list[int] = []
     monkeypatch.setattr(distributed, "_POLL_S", 0.05)
-    monkeypatch.setattr(
-        distributed, "leave", lambda code: left.append(code) or threading.Event().wait()
-    )
 
     def work(processes: Cluster) -> None:
         processes.end_stalled(lambda: waits[processes.index], 5.0)
         if asks == processes.index:
             processes._wait_began = time.monotonic() - 4.0
-        until = time.monotonic() + (15 if ends else 0.6)
-        while len(left) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: len(left) >= 2, 15 if ends else 0.6)
 
     on_two_processes(work)
     assert left == ([1, 1] if ends else [])
@@ -404,12 +390,16 @@ class Fixed:
         return {"inputs": np.arange(4)[rows] + self.value + k}
 
 
-def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def compare_as(difference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes find a difference between copies of the state, or none."""
     monkeypatch.setattr(resume.replicas, "by_name", lambda tree: {})
     monkeypatch.setattr(resume.replicas, "checksums", lambda arrays: [])
+    monkeypatch.setattr(resume.replicas, "difference", lambda arrays, parts: difference)
 
+
+def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_with(values: tuple[int, int], difference: str) -> list[Any]:
-        monkeypatch.setattr(resume.replicas, "difference", lambda arrays, parts: difference)
+        compare_as(difference, monkeypatch)
 
         def work(processes: Processes) -> None:
             data: Any = Fixed(values[processes.index])
@@ -420,13 +410,10 @@ def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.Monk
 
     assert start_with((1, 1), "") == [None, None]
     batches = start_with((1, 2), "")
-    assert [type(error) for error in batches] == [DataError, DataError]
-    assert "process 1" in str(batches[0])
-    assert "batch 5" in str(batches[0])
-    assert [type(error) for error in start_with((1, 1), "x differs")] == [
-        AgreementError,
-        AgreementError,
-    ]
+    assert [type(error) for error in batches] == [DataError] * 2
+    assert re.search("process 1.*batch 5|batch 5.*process 1", str(batches[0]))
+    errors = start_with((1, 1), "x differs")
+    assert [type(error) for error in errors] == [AgreementError] * 2
 
 
 @pytest.mark.parametrize(
@@ -435,11 +422,8 @@ def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.Monk
 def test_a_state_that_a_host_computed_otherwise_is_not_saved(
     newest: int | None, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume.replicas, "by_name", lambda tree: {})
-    monkeypatch.setattr(resume.replicas, "checksums", lambda arrays: [])
-
     def save(difference: str) -> list[Any]:
-        monkeypatch.setattr(resume.replicas, "difference", lambda arrays, parts: difference)
+        compare_as(difference, monkeypatch)
 
         def work(processes: Processes) -> None:
             state: Any = {}
@@ -456,46 +440,37 @@ def test_a_state_that_a_host_computed_otherwise_is_not_saved(
 
 
 def test_a_process_that_is_not_heard_of_is_dead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(distributed, "leave", lambda code: ended.set() or threading.Event().wait())
     processes = Cluster(0, 2, Store(), heartbeat_seconds=1)
-    assert ended.wait(30)
+    assert wait_until(lambda: bool(left), 30)
     processes._done.set()
-    assert (
-        "error: process 1 (host unknown) failed: killed or cut off, not heard of for 1 s\n"
-        in capsys.readouterr().err
-    )
+    message = "error: process 1 (host unknown) failed: killed or cut off, not heard of for 1 s\n"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(OSError("no disk"), 1), (MupaxError("--model.width 3 is odd"), 2)]
 )
 def test_bad_input_of_one_is_bad_input_of_all(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    left: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    codes, ended = [], threading.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        ended.set()
-        threading.Event().wait()
-
-    monkeypatch.setattr(distributed, "leave", leave)
-    monkeypatch.setattr(distributed.atexit, "register", lambda leave, code: codes.append(code))
+    at_exit: list[int] = []
+    monkeypatch.setattr(distributed.atexit, "register", lambda leave, code: at_exit.append(code))
 
     def work(processes: Processes) -> None:
         if processes.index:
             processes.fail(error)
-        ended.wait(15)
+        wait_until(lambda: bool(left))
 
     on_two_processes(work)
-    assert codes == [code, code]
-    assert (
-        f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
-        in capsys.readouterr().err
-    )
+    assert [*left, *at_exit] == [code, code]
+    message = f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+    assert message in capsys.readouterr().err
 
 
 class Table(Data):
@@ -526,16 +501,10 @@ def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.M
     whole = {"inputs": np.arange(48).reshape(8, 6), "targets": np.arange(8)}
     assert BatchSharding(shapes, layout).rows == (slice(0, 8),)
     # As in a process that holds the first and the last quarter of the batch, and one half of the positions.
-    mine = {
-        d: i
-        for d, i in layout.batch(shapes)["inputs"].devices_indices_map((8, 6)).items()
-        if d.id in (1, 7)
-    }
+    indices = layout.batch(shapes)["inputs"].devices_indices_map((8, 6))
+    mine = {device: index for device, index in indices.items() if device.id in (1, 7)}
     monkeypatch.setattr(
-        jax.sharding.NamedSharding,
-        "addressable_devices_indices_map",
-        lambda self, shape: mine,
-        raising=True,
+        jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda *_: mine
     )
     feed = BatchSharding(shapes, layout)
     assert feed.rows == (slice(0, 2), slice(6, 8))
