@@ -24,6 +24,7 @@ from mupax.train.core.muon import hidden_matrices
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.functional.definition import define_function
+from tests.train.core.test_muon import dimension_numbers
 
 # Without biases a chain, which is compiled for each check, has half as many parameters.
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=False)
@@ -49,6 +50,11 @@ def times(numbers: dict[str, jnp.ndarray]) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
+def rates(optimizer_name: str = "adam") -> optax.GradientTransformation:
+    """Return a multiplication by the preset's learning rates."""
+    return times(column("lr", optimizer_name))
+
+
 def decayed(numbers: dict[str, jnp.ndarray]) -> optax.GradientTransformation:
     def update(updates: Any, params: Any) -> Any:
         return {n: u + 0.1 * numbers[n] * params[n] for n, u in updates.items()}
@@ -72,18 +78,16 @@ def adam(*after: optax.GradientTransformation, eps: float = 1e-8) -> optax.Gradi
 @pytest.mark.parametrize(
     ("name", "chain"),
     [
-        ("adam", lambda: adam(times(column("lr")))),
+        ("adam", lambda: adam(rates())),
         (
             "adam",
-            lambda: descent(
-                optax.clip_by_global_norm(1e-3), optax.scale_by_adam(), times(column("lr"))
-            ),
+            lambda: descent(optax.clip_by_global_norm(1e-3), optax.scale_by_adam(), rates()),
         ),
-        ("sgd", lambda: descent(optax.clip_by_global_norm(1e-3), times(column("lr", "sgd")))),
+        ("sgd", lambda: descent(optax.clip_by_global_norm(1e-3), rates("sgd"))),
         (
             "adam",
             lambda: adam(
-                times(column("lr")),
+                rates(),
                 optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 50)),
                 eps=1e-5,
             ),
@@ -91,16 +95,16 @@ def adam(*after: optax.GradientTransformation, eps: float = 1e-8) -> optax.Gradi
         (
             "adam",
             lambda: adam(
-                times(column("lr")),
+                rates(),
                 scheduled(set(MODEL.specs), optax.cosine_decay_schedule(1.0, 20_000)),
             ),
         ),
-        ("adamw", lambda: adam(decayed(column("weight_decay")), times(column("lr")))),
-        ("adamw", lambda: adam(times(column("lr")), optax.add_decayed_weights(0.1, DECAYS))),
-        ("sgd", lambda: descent(optax.trace(0.9), times(column("lr", "sgd")))),
-        ("lion", lambda: descent(optax.scale_by_lion(), times(column("lr", "lion")))),
+        ("adamw", lambda: adam(decayed(column("weight_decay")), rates())),
+        ("adamw", lambda: adam(rates(), optax.add_decayed_weights(0.1, DECAYS))),
+        ("sgd", lambda: descent(optax.trace(0.9), rates("sgd"))),
+        ("lion", lambda: descent(optax.scale_by_lion(), rates("lion"))),
         # A chain whose steps are right for parameters that are 0, which have no trust ratio.
-        ("adam", lambda: adam(optax.scale_by_trust_ratio(), times(column("lr")))),
+        ("adam", lambda: adam(optax.scale_by_trust_ratio(), rates())),
     ],
 )
 def test_right_chains_pass(name: str, chain: Any) -> None:
@@ -110,9 +114,7 @@ def test_right_chains_pass(name: str, chain: Any) -> None:
 def muon(scale_by_shape: bool) -> optax.GradientTransformation:
     numbers: Any = dict.fromkeys(MODEL.specs)
     for name, spec in hidden_matrices(MODEL.specs).items():
-        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
-        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
-        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
+        numbers[name] = dimension_numbers(spec)
     if scale_by_shape:
         return optax.contrib.muon(1.0, muon_weight_dimension_numbers=numbers, adam_eps_root=0.0)
     matrices = {n: numbers[n] for n in numbers if isinstance(numbers[n], MuonDimensionNumbers)}
@@ -126,60 +128,59 @@ def muon(scale_by_shape: bool) -> optax.GradientTransformation:
 
 
 def test_sgd_clipped_after_its_rates_is_refused():
-    chain = descent(times(column("lr", "sgd")), optax.clip_by_global_norm(1e-3))
+    chain = descent(rates("sgd"), optax.clip_by_global_norm(1e-3))
     with pytest.raises(PresetError, match="mup's rates are applied before a global norm"):
         check_chain(chain, MODEL, MUP, "sgd")
 
 
 def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
-    rates = times(column("lr", "muon"))
-    check_chain(optax.chain(muon(scale_by_shape=False), rates), MODEL, MUP, "muon")
+    check_chain(optax.chain(muon(scale_by_shape=False), rates("muon")), MODEL, MUP, "muon")
     with pytest.raises(
         PresetError,
         match=r"block.mlp.up: moves 2 times as far as mup asks.*use scale_by_muon, which has none",
     ):
-        check_chain(optax.chain(muon(scale_by_shape=True), rates), MODEL, MUP, "muon")
+        check_chain(optax.chain(muon(scale_by_shape=True), rates("muon")), MODEL, MUP, "muon")
 
 
 @pytest.mark.parametrize(
     ("chain", "text"),
     [
-        (lambda: adam(times(column("lr")), times(column("lr"))), r"mup asks.*: its rates are applied twice"),
+        (lambda: adam(rates(), rates()), r"mup asks.*: its rates are applied twice"),
         (lambda: adam(), r"mup asks.*: its rates are not applied; multiply each update by scales.lr"),
         (
             lambda: adam(times({**column("lr"), "readout": jnp.float32(1.5)})),
             r"readout: moves 1.5 times as far as mup asks, relative to the others: the optimizer has a scale of its own",
         ),
         (
-            lambda: adam(optax.masked(optax.set_to_zero(), {n: n == "token" for n in MODEL.specs}), times(column("lr"))),
+            lambda: adam(optax.masked(optax.set_to_zero(), {n: n == "token" for n in MODEL.specs}), rates()),
             r"token: the chain does not move it; mup gives it a rate of 1",
         ),
         (
-            lambda: adam(optax.add_decayed_weights(0.1, DECAYS), times(column("lr"))),
+            lambda: adam(optax.add_decayed_weights(0.1, DECAYS), rates()),
             r"lr\*wd is .* times that of .*would drift as the model grows; under mup it is one number",
         ),
         (
-            lambda: adam(times(column("lr")), optax.add_decayed_weights(0.1)),
+            lambda: adam(rates(), optax.add_decayed_weights(0.1)),
             r"gain: weight decay acts on it, and mup never decays gains and biases; mask them",
         ),
         (
-            lambda: adam(times(column("lr")), optax.normalize_by_update_norm()),
+            lambda: adam(rates(), optax.normalize_by_update_norm()),
             r"moves .* mup's rates are applied before a global norm \(optax.clip_by_global_norm\); clip the raw gradients, first",
         ),
         (
-            lambda: adam(times(column("lr")), optax.clip_by_global_norm(1e-3)),
+            lambda: adam(rates(), optax.clip_by_global_norm(1e-3)),
             r"mup's rates are applied before a global norm",
         ),
         (
-            lambda: adam(times(column("lr")), scheduled({"token"}, optax.cosine_decay_schedule(1.0, 20_000))),
+            lambda: adam(rates(), scheduled({"token"}, optax.cosine_decay_schedule(1.0, 20_000))),
             r"token: after 10000 steps it moves 0.5 times as far, relative to the others, as at first: it has a schedule of its own",
         ),
         (
-            lambda: adam(times(column("lr")), scheduled({"readout"}, optax.linear_schedule(1.0, 0.0, 50))),
+            lambda: adam(rates(), scheduled({"readout"}, optax.linear_schedule(1.0, 0.0, 50))),
             r"readout: after 10 steps it moves 0.8.* times as far",
         ),
         (
-            lambda: adam(times(column("lr")), eps=1e-2),
+            lambda: adam(rates(), eps=1e-2),
             r": eps is no small part of gradients of norm 1: a sixteenth of them moves it .* write a smaller eps, times scales.eps",
         ),
     ],

@@ -32,6 +32,7 @@ from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.partition import ONE_DEVICE
+from tests.fixtures.tiny import assert_same_bits
 
 pytestmark = pytest.mark.core
 
@@ -60,14 +61,19 @@ def specs_of(model: str) -> dict[str, ParamSpec]:
     return hidden_matrices(definition(MODELS[model]).specs)
 
 
+def dimension_numbers(spec: ParamSpec) -> MuonDimensionNumbers:
+    """Return the axes of a matrix's two sides as optax has them."""
+    fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
+    fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
+    return MuonDimensionNumbers(fan_in, fan_out)
+
+
 @functools.cache
 def momenta(model: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     abstract = definition(MODELS[model]).abstract
-    return {
-        name: rng.standard_normal(abstract[name].shape).astype(np.float32)
-        for name in specs_of(model)
-    }
+    shapes = {name: abstract[name].shape for name in specs_of(model)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @functools.cache
@@ -104,44 +110,34 @@ def orthogonalized(model: str, layout: MeshLayout) -> dict[str, jax.Array]:
 
 @functools.cache
 def on_one_device(model: str) -> dict[str, np.ndarray]:
-    results = orthogonalized(model, layout_of(MeshConfig(data=1), devices=1))
-    return {name: np.asarray(result) for name, result in results.items()}
+    return jax.device_get(orthogonalized(model, layout_of(MeshConfig(data=1), devices=1)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_mesh_has_the_bits_of_one_device(model: str, mesh: str) -> None:
     results = orthogonalized(model, layout_of(MESHES[mesh]))
-    for name, expected in on_one_device(model).items():
-        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+    assert_same_bits(results, on_one_device(model))
 
 
 def test_experts_stay_on_their_devices() -> None:
     layout = layout_of(MeshConfig(fsdp=4, experts=2, data=1))
-    results = orthogonalized("experts", layout)
-    for name, expected in on_one_device("experts").items():
-        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+    assert_same_bits(orthogonalized("experts", layout), on_one_device("experts"))
 
 
 def test_a_rule_of_the_users_own_may_split_the_inner_dimension_of_a_side() -> None:
     mesh = MeshConfig(fsdp=4, tensor=2, data=1, rules=("head_dim=tensor", "heads=none"))
     layout = layout_of(mesh)
-    placed_by_rule = layout.sharding(("embed", "heads", "head_dim"), (64, 4, 16)).spec
-    assert placed_by_rule[2] == "tensor"
+    assert layout.sharding(("embed", "heads", "head_dim"), (64, 4, 16)).spec[2] == "tensor"
     results = compiled("scanned", layout)(placed_momenta("scanned", layout))
-    for name, expected in on_one_device("scanned").items():
-        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+    assert_same_bits(results, on_one_device("scanned"))
 
 
 @pytest.mark.parametrize("model", ["scanned", "experts"])
 def test_one_device_agrees_with_optax(model: str) -> None:
     """optax transposes tall matrices, which rounds in another order."""
     specs = specs_of(model)
-    numbers: Any = {}
-    for name, spec in specs.items():
-        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
-        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
-        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
+    numbers: Any = {name: dimension_numbers(spec) for name, spec in specs.items()}
     # Without momentum the direction is the orthogonalized gradient.
     tx = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers)
     arrays: Any = momenta(model)
@@ -261,13 +257,12 @@ def test_the_dtype_of_the_layout_is_the_one_that_is_exchanged() -> None:
     layout = MeshLayout(make_mesh(MESHES["fsdp 8"]))
     layout.matrix_dtype = jnp.bfloat16
     results = orthogonalized("scanned", layout)
+    differs = False
     for name, expected in on_one_device("scanned").items():
         assert results[name].dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(results[name]), expected, atol=0.06, err_msg=name)
-    assert any(
-        not np.array_equal(np.asarray(results[name]), expected)
-        for name, expected in on_one_device("scanned").items()
-    )
+        np.testing.assert_allclose(results[name], expected, atol=0.06, err_msg=name)
+        differs |= not np.array_equal(results[name], expected)
+    assert differs
     # A CPU's compiler would widen them again.
     exchanged = re.findall(
         r"stablehlo\.all_to_all.*-> tensor<[\dx]*x(\w+)>", lowered("scanned", layout).as_text()

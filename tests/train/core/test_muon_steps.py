@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ from tests.train.core.test_muon import (
     COLLECTIVES,
     MESHES,
     MODELS,
+    dimension_numbers,
     layout_of,
     momenta,
     placed_momenta,
@@ -62,14 +64,10 @@ TILES = {
 }  # fmt: skip
 
 
-def sizes_of(model: str) -> dict[str, int]:
-    return MODELS[model].sizes()
-
-
 def steps_of(model: str, **choices: Any) -> MatrixSteps:
     base = {"vocab": 32, "experts": 4, "active": 2, "position": 8, **TILES}
     preset = presets.get("mup", base=base, **choices)
-    return preset.matrix_steps(specs_of(model), sizes_of(model), "muon")
+    return preset.matrix_steps(specs_of(model), MODELS[model].sizes(), "muon")
 
 
 COEFFICIENTS = NEWTON_SCHULZ[:3]
@@ -92,7 +90,7 @@ def vectors_of(model: str, steps: MatrixSteps) -> Any:
     if not steps.measured:
         return None
     specs = specs_of(model)
-    sizes = sizes_of(model)
+    sizes = MODELS[model].sizes()
     state: Any = muon(OptimizerConfig(name="muon"), specs, steps).init(momenta(model))
     for name, spec in specs.items():
         assert state.vectors[name].size < np.prod([sizes[axis] for axis in spec.axes])
@@ -161,22 +159,29 @@ def test_every_mesh_has_the_bits_of_one_device(model: str, mesh: str, choice: st
 by_newton_schulz = jax.jit(functools.partial(newton_schulz, coefficients=COEFFICIENTS))
 
 
+def matrices_of(array: np.ndarray, spec: ParamSpec) -> tuple[np.ndarray, list[int]]:
+    """Return an array as a stack of fan-in by fan-out matrices, and the order of its axes there."""
+    numbers = dimension_numbers(spec)
+    sides = [*numbers.reduction_axis, *numbers.output_axis]
+    stack = [i for i in range(array.ndim) if i not in sides]
+    order = [*stack, *sides]
+    rows = math.prod(array.shape[i] for i in numbers.reduction_axis)
+    count = math.prod(array.shape[i] for i in stack)
+    return array.transpose(order).reshape(count, rows, -1), order
+
+
 def blocks_by_hand(array: np.ndarray, spec: ParamSpec, block: tuple[int, ...]) -> np.ndarray:
     """Return an array whose blocks are orthogonalized one after another."""
     result = np.zeros_like(array)
     counts = [size // length for size, length in zip(array.shape, block, strict=True)]
-    fan_in = [spec.axes.index(axis) for axis in spec.fan_in]
-    fan_out = [spec.axes.index(axis) for axis in spec.fan_out]
-    stack = [i for i in range(array.ndim) if i not in (*fan_in, *fan_out)]
-    order = [*stack, *fan_in, *fan_out]
     for index in np.ndindex(*counts):
         where = tuple(
             slice(i * length, (i + 1) * length) for i, length in zip(index, block, strict=True)
         )
-        one = array[where].transpose(order)
-        rows = int(np.prod([block[i] for i in fan_in]))
-        orthogonal = np.asarray(by_newton_schulz(one.reshape(rows, -1)))
-        result[where] = orthogonal.reshape(one.shape).transpose(np.argsort(order))
+        (matrix,), order = matrices_of(array[where], spec)
+        shape = [block[i] for i in order]
+        orthogonal = np.asarray(by_newton_schulz(matrix)).reshape(shape)
+        result[where] = orthogonal.transpose(np.argsort(order))
     return result
 
 
@@ -249,13 +254,7 @@ def worst_deviation(model: str, arrays: Mapping[str, np.ndarray]) -> float:
     """Return the largest distance from 1 of the spectral norm of any matrix."""
     worst = 0.0
     for name, spec in specs_of(model).items():
-        fan_in = [spec.axes.index(axis) for axis in spec.fan_in]
-        stack = [i for i, axis in enumerate(spec.axes) if axis not in (*spec.fan_in, *spec.fan_out)]
-        fan_out = [i for i in range(len(spec.axes)) if i not in (*fan_in, *stack)]
-        ordered = arrays[name].transpose(*stack, *fan_in, *fan_out)
-        rows = int(np.prod([arrays[name].shape[i] for i in fan_in]))
-        count = int(np.prod([arrays[name].shape[i] for i in stack]))
-        norms = np.linalg.norm(ordered.reshape(count, rows, -1), ord=2, axis=(1, 2))
+        norms = np.linalg.norm(matrices_of(arrays[name], spec)[0], ord=2, axis=(1, 2))
         worst = max(worst, np.abs(norms - 1).max())
     return worst
 
