@@ -53,28 +53,16 @@ def draw(*shape: int, mean: float = 0.0) -> jax.Array:
     )
 
 
+def measured(total: Any, *, needs_rank: bool = False) -> Metric:
+    """Return a metric that is not shown."""
+    return Metric(label="", unit="", better="lower", total=total, needs_rank=needs_rank)
+
+
 MEASURED = {
     "accuracy": METRICS["accuracy"],
-    "log_partition": Metric(
-        label="log partition",
-        unit="nats",
-        better="lower",
-        total=lambda statistics, weights: jnp.sum(statistics.log_partition * weights),
-    ),
-    "rank": Metric(
-        label="rank",
-        unit="",
-        better="lower",
-        total=lambda statistics, weights: jnp.sum(statistics.rank * weights),
-        needs_rank=True,
-    ),
-    "top 5": Metric(
-        label="top-5 accuracy",
-        unit="%",
-        better="higher",
-        total=lambda statistics, weights: jnp.sum((statistics.rank < 5) * weights),
-        needs_rank=True,
-    ),
+    "log_partition": measured(lambda statistics, w: jnp.sum(statistics.log_partition * w)),
+    "rank": measured(lambda statistics, w: jnp.sum(statistics.rank * w), needs_rank=True),
+    "top 5": measured(lambda statistics, w: jnp.sum((statistics.rank < 5) * w), needs_rank=True),
 }
 FULL = ReadoutInputs(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
 START = ReadoutInputs(
@@ -305,20 +293,20 @@ def test_ranks_are_places_in_the_sorted_logits() -> None:
                     assert sums.metrics["accuracy"] == ((ranks == 0) * np.asarray(weights)).sum()
 
 
-def test_ranks_take_a_pass_over_all_logits_only_where_a_metric_reads_them() -> None:
-    def count(metrics: Any) -> int:
-        jaxpr = jax.make_jaxpr(
-            lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="vocab", metrics=metrics)
-        )()
-        return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr.jaxpr))
-
-    without = count({name: metric for name, metric in MEASURED.items() if not metric.needs_rank})
-    assert count(MEASURED) == 2 * without
-
-
-def trace_loss(how: Any, metrics: dict[str, Metric]) -> None:
+def trace_loss(how: Any, metrics: dict[str, Metric]) -> Any:
     """Trace the loss with metrics, without compiling."""
-    jax.eval_shape(lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how=how, metrics=metrics))
+    return jax.make_jaxpr(
+        lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how=how, metrics=metrics)
+    )()
+
+
+def test_ranks_take_a_pass_over_all_logits_only_where_a_metric_reads_them() -> None:
+    def count(metrics: dict[str, Metric]) -> int:
+        names = [e.primitive.name for e in equations(trace_loss("vocab", metrics).jaxpr)]
+        return names.count("dot_general")
+
+    without = {name: metric for name, metric in MEASURED.items() if not metric.needs_rank}
+    assert count(MEASURED) == 2 * count(without)
 
 
 def test_a_rank_that_is_not_declared_is_refused() -> None:
@@ -330,9 +318,7 @@ def test_a_rank_that_is_not_declared_is_refused() -> None:
 
 
 def test_a_metric_that_is_no_single_number_is_refused() -> None:
-    per_token = dataclasses.replace(
-        MEASURED["rank"], total=lambda statistics, weights: statistics.loss * weights
-    )
+    per_token = measured(lambda statistics, weights: statistics.loss * weights)
     with pytest.raises(MetricError, match="return one number"):
         trace_loss("plain", {"per token": per_token})
 
@@ -375,13 +361,9 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)))
 
     def total(reading: ReadoutInputs) -> jax.Array:
+        metrics = on_devices(training=True)
         return loss.cross_entropy(
-            reading,
-            TARGETS,
-            WEIGHTS,
-            how="chunked",
-            metrics=on_devices(training=True),
-            layout=layout,
+            reading, TARGETS, WEIGHTS, how="chunked", metrics=metrics, layout=layout
         ).loss
 
     counts: dict[str, int] = {}
