@@ -13,52 +13,38 @@ import pytest
 from flax import nnx
 
 from mupax.train.config.data import TransformsConfig
-from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.loss import cross_entropy
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import Program
 from mupax.train.run import dry_run
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.layers.drop_path import Drop, scales
 from mupax.zoo.layers.linear import ReadoutInputs
-from tests.fixtures.tiny import random_params, state_with
+from tests.fixtures.tiny import batch_of, program_of, random_params, run_of, state_with
 
 VIT = ViTConfig(
-    width=16,
-    depth=3,
-    num_heads=2,
-    mlp_ratio=2,
-    image_size=8,
-    patch_size=4,
-    channels=1,
-    num_classes=10,
-    drop_path=0.5,
-)
-RUN = Config(
-    recipe="tiny", model=VIT, mesh=MeshConfig(data=1), steps=4, seed=3,
-    data=DataConfig(name="digits", batch_size=8, transforms=TransformsConfig(label_smoothing=0.1)),
-    preset=PresetConfig(name="mup", base="vit-proxy"), optimizer=OptimizerConfig(peak_lr=0.02, layer_decay=0.5),
+    width=16, depth=3, num_heads=2, mlp_ratio=2, image_size=8, patch_size=4, channels=1,
+    num_classes=10, drop_path=0.5,
 )  # fmt: skip
+RUN = run_of(
+    VIT,
+    seed=3,
+    data=DataConfig(name="digits", batch_size=8, transforms=TransformsConfig(label_smoothing=0.1)),
+    preset=PresetConfig(name="mup", base="vit-proxy"),
+    optimizer=OptimizerConfig(peak_lr=0.02, layer_decay=0.5),
+)
 
 
 def batch() -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    targets = random.integers(0, 10, 8, np.int32)
-    labels = (
-        np.full((8, 10), 0.01, np.float32) + np.float32(0.9) * np.eye(10, dtype=np.float32)[targets]
-    )
-    images = random.normal(size=(8, 8, 8, 1)).astype(np.float32)
-    return {
-        "inputs": images,
-        "targets": targets,
-        "weights": np.ones(8, np.float32),
-        "labels": labels,
-    }
+    hard = batch_of(VIT)
+    labels = 0.01 + 0.9 * np.eye(10)[hard["targets"]]
+    weights = np.ones(8, np.float32)
+    return {**hard, "weights": weights, "labels": labels.astype(np.float32)}
 
 
 @functools.cache
 def program_on(mesh: MeshConfig = RUN.mesh) -> Program:
-    devices = jax.devices() if mesh.fsdp > 1 else jax.devices()[:1]
-    return assemble(dataclasses.replace(RUN, mesh=mesh), devices)
+    return program_of(dataclasses.replace(RUN, mesh=mesh))
 
 
 def trained(program: Program) -> tuple[list[Any], list[float]]:
@@ -126,9 +112,8 @@ def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_n
     np.testing.assert_allclose(on_mesh, losses, rtol=1e-5)
     for name, w in states[2].params.items():
         np.testing.assert_allclose(split[2].params[name], w, rtol=2e-3, atol=2e-5, err_msg=name)
-    without = assemble(
-        dataclasses.replace(RUN, model=dataclasses.replace(VIT, drop_path=0.0)), jax.devices()[:1]
-    )
+    whole = dataclasses.replace(VIT, drop_path=0.0)
+    without = program_of(dataclasses.replace(RUN, model=whole))
     hard = {name: x for name, x in batch().items() if name != "labels"}
     sums = [
         one.compile_eval()(
@@ -165,9 +150,7 @@ def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
 @pytest.mark.core
 def test_rates_fall_by_a_factor_a_block_and_the_table_shows_it() -> None:
     program = program_on()
-    plain = assemble(
-        dataclasses.replace(RUN, optimizer=OptimizerConfig(peak_lr=0.02)), jax.devices()[:1]
-    )
+    plain = program_of(dataclasses.replace(RUN, optimizer=OptimizerConfig(peak_lr=0.02)))
     factors = {
         name: lr / plain.inputs.factors.lr[name] for name, lr in program.inputs.factors.lr.items()
     }
