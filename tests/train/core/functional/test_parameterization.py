@@ -42,6 +42,11 @@ def shapes() -> dict:
     )
 
 
+def normal_arrays(seed: int = 0) -> dict:
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: random.normal(size=w.shape).astype("f"), shapes())
+
+
 def model() -> zoo.FunctionDefinition:
     return zoo.define_function(
         lambda params: params, shapes(), SPECS, sizes={"layers": L, "heads": H}
@@ -49,6 +54,7 @@ def model() -> zoo.FunctionDefinition:
 
 
 BASE = {"embed": 3, "mlp": 7, "heads": 1, "kv_heads": 1, "head_dim": 5, "layers": 1}
+EVEN = presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5})
 ADAMW = train.OptimizerConfig(
     name="adamw", peak_lr=0.5, weight_decay=0.25, eps=0.1, schedule="constant"
 )
@@ -65,18 +71,12 @@ def test_what_a_preset_sets_acts_through_parameters():
     branch = preset.residual_scale(sizes, 0, "attention")[1]
     assert branch == pytest.approx(1 / 2)
     for layer in range(L):
-        was, now, at = params["blocks"][layer], acting["blocks"][layer], f"blocks.{layer}"
-        np.testing.assert_allclose(
-            now["query"],
-            was["query"] * multiplier[f"{at}.query"] * preset.logit_scale(sizes) / own,
-            rtol=1e-6,
-        )
-        np.testing.assert_allclose(
-            now["out"], was["out"] * multiplier[f"{at}.out"] * branch, rtol=1e-6
-        )
-        np.testing.assert_allclose(
-            now["down"], was["down"] * multiplier[f"{at}.down"] * branch, rtol=1e-6
-        )
+        was = params["blocks"][layer]
+        now = acting["blocks"][layer]
+        scales = {"query": preset.logit_scale(sizes) / own, "out": branch, "down": branch}
+        for name, scale in scales.items():
+            expected = was[name] * multiplier[f"blocks.{layer}.{name}"] * scale
+            np.testing.assert_allclose(now[name], expected, rtol=1e-6)
     np.testing.assert_allclose(
         acting["readout"], params["readout"] * multiplier["readout"], rtol=1e-6
     )
@@ -125,20 +125,13 @@ def test_a_tied_readout_scales_logits_and_what_is_inside_is_seen():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_transformation_is_the_loops_own_chain(name: str):
     """Every parameter's rate, decay and eps is the loop's, with each matrix read by its axes."""
-    of, preset = (
-        model(),
-        presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5}),
-    )
-    config = train.OptimizerConfig(
-        name=name, peak_lr=0.5, weight_decay=0.25, schedule="constant", eps=0.1
-    )
-    mup, chain = train.parameterize(of, preset, config), optimizer.build(config, of.specs)
-    tx, rng = mup.optimizer(4), np.random.default_rng(0)
-    params, grads = (
-        jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes()) for _ in range(2)
-    )
+    of = model()
+    config = dataclasses.replace(ADAMW, name=name)
+    tx = train.parameterize(of, EVEN, config).optimizer(4)
+    chain = optimizer.build(config, of.specs)
+    params, grads = normal_arrays(), normal_arrays(seed=1)
     numbers = {
-        "factors": factors.resolve(preset, of, name),
+        "factors": factors.resolve(EVEN, of, name),
         "hyper": hyperparams(config, 4).at(jnp.int32(0)),
     }
 
@@ -157,22 +150,16 @@ def test_the_transformation_is_the_loops_own_chain(name: str):
 
 def test_muons_adam_part_keeps_its_peak_when_another_is_given():
     of = model()
-    preset = presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5})
-    config = train.OptimizerConfig(
-        name="muon", peak_lr=0.5, adam_lr=0.25, schedule="constant", eps=0.1
-    )
-    mup = train.parameterize(of, preset, config)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes())
-    grads = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes())
+    one = dataclasses.replace(ADAMW, name="muon", weight_decay=0.0)
+    mup = train.parameterize(of, EVEN, dataclasses.replace(one, adam_lr=0.25))
+    params, grads = normal_arrays(), normal_arrays(seed=1)
 
     @jax.jit
     def first_updates(peak_lr):
         tx = mup.optimizer(4, peak_lr)
         return of.arrays(tx.update(grads, tx.init(params), params)[0])
 
-    one = dataclasses.replace(config, adam_lr=None)
-    one_tx = train.parameterize(of, preset, one).optimizer(4)
+    one_tx = train.parameterize(of, EVEN, one).optimizer(4)
     shared = of.arrays(one_tx.update(grads, one_tx.init(params), params)[0])
     for peak_lr in (0.5, 2.0):
         updates = first_updates(peak_lr)
