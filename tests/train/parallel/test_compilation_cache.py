@@ -172,20 +172,17 @@ def test_the_key_changes_with_what_the_cpu_can_do_and_not_with_its_speed(
     assert len({key_of(core, monkeypatch, tmp_path) for core in [*cores, cores[0] + cores[2]]}) == 4
 
 
-@pytest.mark.parametrize("package", ["jax", "jaxlib"])
-def test_the_key_changes_with_versions(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", ["jax", "jaxlib", "user"])
+def test_the_key_changes_with_versions_and_the_user(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, version = program.key(), program.version
     program.key.cache_clear()
-    monkeypatch.setattr(
-        program, "version", lambda name: "0.99" if name == package else version(name)
-    )
-    assert program.key() != before
-
-
-def test_the_key_changes_with_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = program.key()
-    program.key.cache_clear()
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    if changed == "user":
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+    else:
+        versions = {changed: "0.99"}
+        monkeypatch.setattr(program, "version", lambda name: versions.get(name) or version(name))
     assert program.key() != before
 
 
