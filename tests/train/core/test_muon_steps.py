@@ -161,7 +161,7 @@ by_newton_schulz = jax.jit(functools.partial(newton_schulz, coefficients=COEFFIC
 
 def matrices_of(array: np.ndarray, spec: ParamSpec) -> tuple[np.ndarray, list[int]]:
     """Return an array as a stack of fan-in by fan-out matrices, and the order of its axes there."""
-    numbers = dimension_numbers(spec)
+    numbers: Any = dimension_numbers(spec)
     sides = [*numbers.reduction_axis, *numbers.output_axis]
     stack = [i for i in range(array.ndim) if i not in sides]
     order = [*stack, *sides]
