@@ -11,7 +11,7 @@ from mupax.train.run.report import metrics
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from tests.fixtures.commands import Done, command
-from tests.fixtures.small_runs import STEPS, folder, train
+from tests.fixtures.small_runs import STEPS, completed, folder, train
 
 __all__ = ["folder"]  # a fixture
 
@@ -76,16 +76,14 @@ def check_refusal(done: Done, message: str, workdir: Path) -> None:
 
 def test_dry_run_of_a_dimension_that_several_mesh_axes_split(folder: Path) -> None:
     experts = "--model.experts 4 --model.active-experts 2"
-    done = train(f"{experts} --mesh.fsdp 2 --mesh.experts 2 --dry-run")
-    assert done.code == 0, done.err
+    done = completed(f"{experts} --mesh.fsdp 2 --mesh.experts 2 --dry-run")
     # What experts do not have is split over both axes.
     assert re.search(r"^norm\.gain +16/4 ", done.out, re.MULTILINE), done.out
     assert re.search(r"^block\.experts\.up +\dx4/2x16/2x\d+ ", done.out, re.MULTILINE), done.out
 
 
 def test_dry_run_writes_nothing(folder: Path) -> None:
-    done = train("--workdir dry --dry-run --mesh.fsdp 2")
-    assert done.code == 0, done.err
+    done = completed("--workdir dry --dry-run --mesh.fsdp 2")
     for words in ("parameters", "FLOPs", "state per device", "data 4 x fsdp 2", "1x16/2x2x8"):
         assert words in done.out
     for name in definition(configs.get("lm-tiny")).specs:
