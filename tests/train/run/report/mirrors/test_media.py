@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,24 @@ DIGITS = (
 )
 
 
-def shown(folder: Path) -> dict[tuple[str, int], Any]:
-    """Values of the summaries by tag and step."""
+def records(folder: Path) -> Iterator[Any]:
+    """Yield the events of all event files, oldest first."""
     from tensorboardX.proto.event_pb2 import Event
 
-    values = {}
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         while data:
+            # TFRecord: length (8 bytes), its checksum (4), the event, its checksum (4).
             length = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + length])
+            yield Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            values |= {(value.tag, event.step): value for value in event.summary.value}
+
+
+def shown(folder: Path) -> dict[tuple[str, int], Any]:
+    """Values of the summaries by tag and step."""
+    values = {}
+    for event in records(folder):
+        values |= {(value.tag, event.step): value for value in event.summary.value}
     return values
 
 
