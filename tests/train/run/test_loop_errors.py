@@ -10,8 +10,8 @@ import pytest
 from mupax.train.run.report import metrics
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
-from tests.fixtures.commands import Done, command
-from tests.fixtures.small_runs import STEPS, completed, folder, train
+from tests.fixtures.commands import refusal
+from tests.fixtures.small_runs import STEPS, completed, folder, refused, train
 
 __all__ = ["folder"]  # a fixture
 
@@ -55,21 +55,19 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
 def test_bad_input_is_answered_shortly_and_leaves_nothing(
     words: str, message: str, folder: Path, tmp_path: Path
 ) -> None:
-    check_refusal(train(f"--workdir {tmp_path}/new", words), message, tmp_path / "new")
+    assert message in refused(f"--workdir {tmp_path}/new", words)
+    check_restartable(tmp_path / "new")
 
 
 def test_data_that_are_not_there_are_named(folder: Path, tmp_path: Path) -> None:
     model = "--model vit-tiny --model.image-size 32 --model.channels 3 --preset.base vit-proxy"
     words = f"train lm-tiny --data.name cifar5m {model} --steps 2 --optimizer.warmup-steps 1"
-    check_refusal(command(words, f"--workdir {tmp_path}/new"), "part0.npz", tmp_path / "new")
+    assert "part0.npz" in refusal(words, f"--workdir {tmp_path}/new")
+    check_restartable(tmp_path / "new")
 
 
-def check_refusal(done: Done, message: str, workdir: Path) -> None:
-    """Check that bad input is answered shortly, and that a second try would not be refused."""
-    assert done.code == 2
-    assert message in done.err
-    assert "Traceback" not in done.err
-    assert len(done.err.splitlines()) <= 10
+def check_restartable(workdir: Path) -> None:
+    """Check that a second try would not be refused."""
     left = {path.name for path in workdir.iterdir()} if workdir.exists() else set()
     assert left <= {".lock"}
 

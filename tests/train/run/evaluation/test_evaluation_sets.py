@@ -81,8 +81,8 @@ def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -
     row = evaluations("sets")[-1]
     record = json.loads(Path("found.json").read_text())
     for name in ("own", "my_other"):
-        assert record["sets"][name]["loss"] == row[f"eval/{name}/loss"]
-        assert record["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
+        for metric in ("loss", "accuracy"):
+            assert record["sets"][name][metric] == row[f"eval/{name}/{metric}"]
     assert "text:other.txt" in done.out
     words = "eval sets --data.name text:other.txt --data.evaluate --json other.json"
     succeeded(words)
@@ -178,9 +178,9 @@ def test_field_of_the_run_s_records_is_kept_where_a_set_has_it(
 
 def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
     words = f"sweep lm-tiny --lr 0.01 --data.name text:text.txt --out {tmp_path}/out"
-    refused = {
+    single = {
         "data.evaluate": "--data.evaluate own=text:text.txt",
         "stop.patience": "--log.eval-every-steps 2 --stop.patience 2",
     }
-    for field, flags in refused.items():
+    for field, flags in single.items():
         assert f"{field} is for single runs" in refusal(words, flags)
