@@ -18,6 +18,7 @@ from scripts import ROOT
 from scripts.figures.result import mean
 
 DOCS = ROOT / "docs" / "evidence"
+PAGE = (DOCS / "small_runs.md").read_text()
 COMMAND = re.compile(r"python -m (scripts(?:\.\w+)+)[^`\"]*[`\"](?:\s+of\s+commit\s+`(\w+)`)?")
 """A command of scripts/ in quotes, and the commit that has it where one is named."""
 
@@ -125,8 +126,7 @@ def test_commits_have_the_commands() -> None:
 
 def test_the_page_of_the_first_run_has_its_losses() -> None:
     rows = record("first_run.json")["rows"]
-    text = (DOCS / "small_runs.md").read_text()
-    section = text[text.index("## Which changes led") : text.index("first_run.json")]
+    section = PAGE[PAGE.index("## Which changes led") : PAGE.index("first_run.json")]
     losses = {f"{row['loss']:.3f}" for name, row in rows.items() if name != "Muon"}
     assert losses == set(re.findall(r"\d\.\d{3}", section))
 
@@ -161,10 +161,9 @@ def test_the_page_says_of_images_what_their_record_says_and_no_optimizer_wins() 
         row = table_row("small_runs.md", name)
         best = min(arm["rates"], key=lambda rate: np.mean(arm["rates"][rate]))
         assert row == f"| {name} | {best} of {len(arm['rates'])} | {interval(arm['losses'])} |"
-    page = (DOCS / "small_runs.md").read_text()
     fresh = images["fresh"]
     gap = np.subtract(fresh["muon"], fresh["vit-digits"])
-    assert f": {interval(gap, '+')}." in page
+    assert f": {interval(gap, '+')}." in PAGE
     _, low, high = mean(gap)
     assert len(gap) == 8
     assert low < 0 < high
@@ -192,8 +191,12 @@ def seeds_text(group: Sequence[dict[str, Any]]) -> str:
     return "" if len(group) == 3 else f" ({len(group)} seeds)"
 
 
+def accuracy_and_loss(group: Sequence[dict[str, Any]]) -> str:
+    accuracy = 100 * average(group, "accuracy")
+    return f"{accuracy:.1f} | {average(group, 'loss'):.3f}{seeds_text(group)}"
+
+
 def test_the_page_of_vision_has_the_means_of_its_rows() -> None:
-    page = (DOCS / "small_runs.md").read_text()
     transforms = by_arm(record("vision/transforms.json")["rows"], "arm", "task")
     plain = [group for (arm, _), group in transforms.items() if arm == "none"]
     for group in plain:
@@ -204,11 +207,10 @@ def test_the_page_of_vision_has_the_means_of_its_rows() -> None:
         # The page leaves out what has one seed.
         if len(group) == 1:
             continue
-        cells = f"{100 * average(group, 'accuracy'):.1f} | {average(group, 'loss'):.3f}"
-        cells += seeds_text(group)
+        cells = accuracy_and_loss(group)
         sizes = re.fullmatch(r"width (\d+), depth (\d+)", model)
         assert sizes is not None
-        assert f"| {arm} | {sizes[1]} | {sizes[2]} | {cells} |" in page
+        assert f"| {arm} | {sizes[1]} | {sizes[2]} | {cells} |" in PAGE
 
 
 TASKS = {
@@ -220,7 +222,6 @@ TASKS = {
 
 
 def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
-    page = (DOCS / "small_runs.md").read_text()
     for (task, arm), rows in by_arm(record("vision/finetune.json")["rows"], "task", "arm").items():
         of_rate = by_arm(rows, "rate")
         shared = set.intersection(*({row["seed"] for row in group} for group in of_rate.values()))
@@ -231,10 +232,8 @@ def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
         rate = min(means, key=lambda rate: means[rate])
         best = of_rate[(rate,)]
         rate_text = "as shipped" if rate is None else f"{float(rate):g}, best of {len(means)}"
-        cells = (
-            f"{100 * average(best, 'accuracy'):.1f} | {average(best, 'loss'):.3f}{seeds_text(best)}"
-        )
-        assert f"| {TASKS[task]} | {arm} | {rate_text} | {cells} |" in page
+        cells = accuracy_and_loss(best)
+        assert f"| {TASKS[task]} | {arm} | {rate_text} | {cells} |" in PAGE
 
 
 # Growth, experts, fine-tuning
@@ -272,7 +271,7 @@ def test_the_page_of_fine_tuning_has_what_the_shipped_rate_costs() -> None:
         # Rows without octaves have the source's loss, before both kinds of fine-tuning.
         means.pop(None, None)
         costs.setdefault((preset, arm), []).append(means[0] - min(means.values()))
-    page = " ".join((DOCS / "small_runs.md").read_text().split())
+    page = " ".join(PAGE.split())
     full = costs["mup", "full"]
     assert f"which costs {min(full):.2f} to {max(full):.2f} nats" in page
     adapters = [*costs["mup", "adapters"], *costs["sp", "adapters"]]

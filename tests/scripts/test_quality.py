@@ -32,15 +32,10 @@ def bowl(lr: float, readout: float, noise: float = 0.0):
 
     def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
         points.update((chosen, seed) for chosen in settings for seed in range(seeds))
-        offsets = np.array(
-            [
-                [dict(chosen).get("lr", 0) - lr, dict(chosen).get("readout", 0) - readout]
-                for chosen in settings
-            ]
-        )
-        return ((offsets**2).sum(1) + 0.5 * offsets[:, 0] * offsets[:, 1])[
-            :, None
-        ] + noise * rng.standard_normal((len(settings), seeds))
+        x = np.array([dict(chosen).get("lr", 0) - lr for chosen in settings])
+        y = np.array([dict(chosen).get("readout", 0) - readout for chosen in settings])
+        means = x**2 + y**2 + 0.5 * x * y
+        return means[:, None] + noise * rng.standard_normal((len(settings), seeds))
 
     return losses, points
 
@@ -50,28 +45,21 @@ def test_the_search_ends_at_the_least_of_its_neighbours(minimum: tuple[int, int]
     losses, points = bowl(*minimum)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
     assert best == setting({"lr": minimum[0], "readout": minimum[1]})
+    # Only the last comparison, of a setting and its four neighbours, took all seeds.
     everywhere = {chosen for chosen, _ in points}
-    assert {
-        chosen for chosen, seed in points if seed == 3
-    } <= everywhere  # only the last comparison took all seeds
-    assert (
-        len([chosen for chosen, seed in points if seed == 3])
-        <= 5
-        < len(everywhere) + (minimum == (0, 0))
-    )
+    last = [chosen for chosen, seed in points if seed == 3]
+    assert len(last) <= 5 < len(everywhere) + (minimum == (0, 0))
+
+
+def falling(settings: Sequence[Setting], seeds: int) -> np.ndarray:
+    return np.array([[-dict(chosen).get("x", 0)] * seeds for chosen in settings])
 
 
 def test_a_loss_that_falls_forever_is_said():
     with pytest.raises(ValueError, match="no minimum within"):
-        descend(
-            lambda settings, seeds: np.array(
-                [[-dict(chosen).get("lr", 0)] * seeds for chosen in settings]
-            ),
-            (),
-            ("lr",),
-            1,
-            1,
-        )
+        descend(falling, (), ("x",), 1, 1)
+    with pytest.raises(ValueError, match="no minimum of x within"):
+        descend_in_turn(falling, (), ("lr", "x"), 1, 1, 1)
 
 
 def test_noise_ends_the_search_too():
@@ -101,19 +89,10 @@ def test_one_constant_after_another_ends_at_the_same_setting_with_fewer_runs(
     assert len(points) <= len(crosses)
 
 
-def test_one_constant_that_falls_forever_is_said():
-    def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
-        return np.array([[-dict(chosen).get("x", 0)] * seeds for chosen in settings])
-
-    with pytest.raises(ValueError, match="no minimum of x within"):
-        descend_in_turn(losses, (), ("lr", "x"), 1, 1, 1)
-
-
 def test_neighbours_move_one_constant_each():
-    assert neighbours((("lr", 1),), ("lr", "x"))[0] == (("lr", 1),)
-    assert {(), (("lr", 2),), (("lr", 1), ("x", 1)), (("lr", 1), ("x", -1))} == set(
-        neighbours((("lr", 1),), ("lr", "x"))[1:]
-    )
+    first, *moved = neighbours((("lr", 1),), ("lr", "x"))
+    assert first == (("lr", 1),)
+    assert set(moved) == {(), (("lr", 2),), (*first, ("x", 1)), (*first, ("x", -1))}
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -221,15 +200,17 @@ def test_a_setting_moves_both_peak_rates_of_muon(name: str):
 def test_the_readout_rate_falls_twice_as_fast_as_under_mup(name: str, at_base: float):
     cell = CELLS[name]
     arms = {arm.label: arm for arm in cell.arms}
+
+    def readout_rate(label: str, size: int) -> float:
+        constants = cell.config(arms[label], size, {}, 0).preset.constants
+        return float(dict(constant.split("=") for constant in constants).get("rates.readout", 1))
+
     for size in cell.sizes:
-        constants = cell.config(arms["mup, readout's rate m^-2"], size, {}, 0).preset.constants
-        factors = dict(constant.split("=") for constant in constants)
         growth = size / cell.sizes[0]
-        assert float(factors.get("rates.readout", 1)) == pytest.approx(at_base / growth)
+        rate = readout_rate("mup, readout's rate m^-2", size)
+        assert rate == pytest.approx(at_base / growth)
         # `mup`, the control, multiplies its own rule's rate by the same number at every size.
-        constants = cell.config(arms[MUP], size, {}, 0).preset.constants
-        factors = dict(constant.split("=") for constant in constants)
-        assert float(factors.get("rates.readout", 1)) == pytest.approx(at_base)
+        assert readout_rate(MUP, size) == pytest.approx(at_base)
 
 
 def test_the_shipped_constants_are_those_of_the_recipe():
@@ -256,24 +237,15 @@ def test_a_difference_has_its_interval():
 
 def record(gaps: list[float]) -> dict:
     """`mup` and `sp` at two sizes; at the second `mup`'s losses less `sp`'s are these."""
-    base = {
-        "size": 16,
-        "octaves": {"lr": 0.5},
-        "losses": [2.0, 2.0, 2.0],
-        "reference_minus_this": None,
-    }
+    row = {"octaves": {"lr": 0.5}, "reference_minus_this": None}
+    base = {**row, "size": 16, "losses": [2.0, 2.0, 2.0]}
     theirs = [2.5, 1.9, 2.2]
-    ours = [loss + d for loss, d in zip([2.5, 1.9, 2.2], gaps, strict=True)]
-    arms = [
-        {
-            "label": label,
-            "tuned": tuned,
-            "ablation": False,
-            "reference": "mup",
-            "sizes": [base, {**base, "size": 32, "losses": losses, "reference_minus_this": None}],
-        }
-        for label, tuned, losses in (("mup", [], ours), ("sp", ["lr"], theirs))
-    ]
+    ours = [loss + gap for loss, gap in zip(theirs, gaps, strict=True)]
+    arms = []
+    for label, tuned, losses in (("mup", [], ours), ("sp", ["lr"], theirs)):
+        sizes = [base, {**row, "size": 32, "losses": losses}]
+        arm = {"label": label, "tuned": tuned, "ablation": False, "reference": "mup"}
+        arms.append({**arm, "sizes": sizes})
     return {
         "cell": "c", "axis": "head_dim", "recipe": "lm-tiny", "searched": ["lr"], "tuning_seconds": 60, "train_seconds": 60, "arms": arms,
     }  # fmt: skip

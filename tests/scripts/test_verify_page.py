@@ -28,13 +28,15 @@ def snippet(text: str, folder: Path) -> dict[str, Any]:
     return defined
 
 
-def verify(folder: Path, *flags: str) -> tuple[int, list[str]]:
+def dumped(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def verify(folder: Path) -> tuple[int, list[str]]:
     """The exit code for small.json and large.json, and what it is wrong about."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        code = main(
-            ["verify", str(folder / "small.json"), str(folder / "large.json"), "--json", *flags]
-        )
+        code = main(["verify", *(f"{folder}/{name}.json" for name in ("small", "large")), "--json"])
     (line,) = json.loads(shown.getvalue())["lines"]
     return code, [f["sentence"] for f in line["findings"] if f["severity"] == "fault"]
 
@@ -54,14 +56,12 @@ def test_jaxs_snippet_measures_what_an_optax_chain_does(tmp_path: Path):
     import optax
 
     page = snippet(JAX, tmp_path)
-    small, large = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("small", "large")
-    )
+    small = dumped(tmp_path, "small")
+    large = dumped(tmp_path, "large")
     hidden = large["hidden.kernel"]
     assert (hidden["lr"], hidden["wd"]) == pytest.approx((1e-3 / 4, 0.4), rel=1e-4)
-    assert (small["read.kernel"]["lr"], large["read.kernel"]["lr"]) == pytest.approx(
-        (1e-3, 1e-3), rel=1e-5
-    )
+    for dump in (small, large):
+        assert dump["read.kernel"]["lr"] == pytest.approx(1e-3, rel=1e-5)
     assert verify(tmp_path) == (0, [])
 
     params, _ = page["network"](256)
@@ -70,9 +70,7 @@ def test_jaxs_snippet_measures_what_an_optax_chain_does(tmp_path: Path):
         optax.adamw(optax.linear_schedule(0.0, 1e-3, 4), weight_decay=0.1),
     )
     page["dump"](tmp_path / "large.json", params, flat, steps=5, optimizer="adamw")
-    assert json.loads((tmp_path / "large.json").read_text())["read.kernel"]["lr"] == pytest.approx(
-        1e-3, rel=1e-4
-    )
+    assert dumped(tmp_path, "large")["read.kernel"]["lr"] == pytest.approx(1e-3, rel=1e-4)
     code, sentences = verify(tmp_path)
     assert code == 1
     assert [s.split()[0].strip(":") for s in sentences] == ["hidden.kernel", "out.kernel"]

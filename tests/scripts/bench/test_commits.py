@@ -18,18 +18,16 @@ def git(root: Path, *words: str) -> str:
     ).stdout.strip()
 
 
+def report_of(cycles: int) -> dict[str, object]:
+    step = {"recipe": "lm-8b", "topology": "v5e:16x16"}
+    return {**step, "estimated_cycles": cycles, "compile_seconds": 3.0}
+
+
 def committed(root: Path, cycles: int, text: str) -> dict[str, str]:
     """The commit of a step with so many cycles, and its day."""
-    report = {
-        "recipe": "lm-8b",
-        "topology": "v5e:16x16",
-        "estimated_cycles": cycles,
-        "compile_seconds": 3.0,
-    }
-    (root / "docs" / "evidence").mkdir(parents=True, exist_ok=True)
-    (root / "docs" / "evidence" / "pods.json").write_text(
-        json.dumps({"pods": [report], "text": text})
-    )
+    file = root / "docs" / "evidence" / "pods.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"pods": [report_of(cycles)], "text": text}))
     git(root, "add", "-A")
     git(root, "commit", "-m", text, "--date", "2026-01-02T00:00:00")
     return dict(
@@ -43,14 +41,9 @@ def test_a_report_is_of_the_first_commit_that_has_its_figures(tmp_path: Path) ->
     compiled = committed(tmp_path, 7, "compiled again")
     last = committed(tmp_path, 7, "another page")
     assert compiled["commit"] != last["commit"]
-    report = {
-        "recipe": "lm-8b",
-        "topology": "v5e:16x16",
-        "estimated_cycles": 7,
-        "compile_seconds": 3.0,
-    }
+    report = report_of(7)
     assert commits.first_committed(report, tmp_path) == compiled
-    assert commits.first_committed(report | {"estimated_cycles": 8}, tmp_path) is None
+    assert commits.first_committed(report_of(8), tmp_path) is None
     assert commits.first_committed(report, tmp_path / "docs" / "none") is None
     assert commits.head(tmp_path) == last
 
@@ -61,11 +54,9 @@ def test_a_commit_that_deletes_the_reports_has_none(tmp_path: Path) -> None:
     (tmp_path / commits.RECORDS[0]).unlink()
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-m", "deleted")
-    report = json.loads('{"recipe": "lm-8b", "topology": "v5e:16x16", "compile_seconds": 3.0}')
-    report["estimated_cycles"] = 7
-    assert commits.first_committed(report, tmp_path) is None
+    assert commits.first_committed(report_of(7), tmp_path) is None
     again = committed(tmp_path, 7, "again")
-    assert commits.first_committed(report, tmp_path) == again
+    assert commits.first_committed(report_of(7), tmp_path) == again
 
 
 def test_what_is_not_committed_has_no_figures(tmp_path: Path) -> None:

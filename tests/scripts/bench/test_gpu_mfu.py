@@ -43,11 +43,8 @@ def test_every_model_and_the_sweep_come_before_other_batches_and_variants() -> N
     ]
     assert first[-1] == Point(SWEEP)
     assert all(point.batch_size == BATCHES[point.model][0] for point in first[:-1])
-    assert (
-        len({point.text for point in points})
-        == len(points)
-        == 4 * sum(map(len, BATCHES.values())) + 1
-    )
+    assert len(points) == 4 * sum(map(len, BATCHES.values())) + 1
+    assert len({point.text for point in points}) == len(points)
     assert {point.batch_size for point in plan(["gpt2"], ["torch"], [3, 5], tiny=False)} == {3, 5}
 
 
@@ -60,14 +57,8 @@ def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixtu
         clock[0] += min(timeout_s, 100.0)
         if point.batch_size >= 4:
             return {"failed": "out of memory"}
-        return {
-            "step_s": 0.1,
-            "units_per_s": 5.0,
-            "unit": "token",
-            "mfu": None,
-            "device": "cpu",
-            "flops_per_s": 1.0,
-        }
+        rates = {"step_s": 0.1, "units_per_s": 5.0, "flops_per_s": 1.0, "mfu": None}
+        return {**rates, "unit": "token", "device": "cpu"}
 
     points = [Point("gpt2", "torch", size) for size in (4, 8, 2, 1, 3)]
     rows, left_out = measure(points, run, 210.0, 120.0, lambda: clock[0])

@@ -36,13 +36,19 @@ REPORT = {
 }
 
 
-def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "tpu.json"
-    report = tmp_path / "report.json"
-    file.write_text(tpu.FILE.read_text())
-    report.write_text(json.dumps(REPORT))
-    monkeypatch.setattr(tpu, "FILE", file)
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the committed rows without those of Muon, in the checkout of another commit."""
+    copy = tmp_path / "tpu.json"
+    copy.write_text(json.dumps(json.loads(tpu.FILE.read_text()) | {"muon": []}))
+    monkeypatch.setattr(tpu, "FILE", copy)
     monkeypatch.setattr(commits, "head", lambda _: {"commit": "abc1234", "date": "2026-01-02"})
+    return copy
+
+
+def test_a_report_is_added_and_shown(file: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps(REPORT))
     assert tpu.main(["--json", str(report), "--shape", SHAPE, "--says", "half of it"]) == 0
     added = json.loads(file.read_text())
     assert added["rows"][-1]["says"] == "half of it"
@@ -60,10 +66,8 @@ def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_with_muon_is_shown_beside_the_same_step_with_adamw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "tpu.json"
-    file.write_text(json.dumps(json.loads(tpu.FILE.read_text()) | {"muon": []}))
     muon = REPORT | {
         "estimated_cycles": 2_100_000_000,
         "temporary_bytes_per_device": 2_392_500_000,
@@ -71,8 +75,6 @@ def test_a_step_with_muon_is_shown_beside_the_same_step_with_adamw(
     }
     for name, report in {"muon": muon, "adamw": REPORT}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
-    monkeypatch.setattr(tpu, "FILE", file)
-    monkeypatch.setattr(commits, "head", lambda _: {"commit": "abc1234", "date": "2026-01-02"})
     flags = "lm-8b --topology v5e:16x16"
     files = ["--json", str(tmp_path / "muon.json"), "--adamw", str(tmp_path / "adamw.json")]
     # A second report of the same step replaces the first.

@@ -147,6 +147,11 @@ def findings(index: int, mutant: Mutant) -> list[Finding]:
     return check.judge(measured, [2.0**count for count in DOUBLINGS], expected)
 
 
+def check_caught(rows: list[Finding]) -> None:
+    assert rows
+    assert not any(finding.agrees for finding in rows)
+
+
 def own_rows(index: int, mutant: Mutant, group: str) -> list[Finding]:
     """Return the findings that only the group's own mistake changes: one for each parameter."""
     kind, step = OWN_ROW[mutant.column]
@@ -173,8 +178,7 @@ def test_a_mistake_in_each_role_and_column_is_caught_by_its_own_row(index, group
     if starts_at_zero(group, column):
         assert rows == []
     else:
-        assert rows
-        assert not any(finding.agrees for finding in rows)
+        check_caught(rows)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +244,7 @@ def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients():
     wrong = mistakes(DECODER_EPS, "eps")
     assert not suite(DECODER_EPS).run(wrong, MORE_SEEDS).trains_alike
     for group in GROUPS[DECODER_EPS]:
-        rows = own_rows(DECODER_EPS, wrong, group)
-        assert rows
-        assert not any(finding.agrees for finding in rows)
+        check_caught(own_rows(DECODER_EPS, wrong, group))
 
 
 def smallest(tried: list[Outcome]) -> float | None:

@@ -67,12 +67,8 @@ def made_up(settings: dict, a: float, b: float) -> dict:
         for n in settings["head_dims"]
     ]
     losses = np.ones((len(proxies), len(settings["widths"]), 40))
-    return {
-        "limit": limit,
-        "proxies": proxies,
-        "loss": losses,
-        "limit_loss": np.ones((len(limit), 6)),
-    }
+    limit_losses = np.ones((len(limit), 6))
+    return {"limit": limit, "proxies": proxies, "loss": losses, "limit_loss": limit_losses}
 
 
 def test_the_terms_of_a_proxys_error_are_recovered(tmp_path: Path) -> None:

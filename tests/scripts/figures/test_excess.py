@@ -39,13 +39,9 @@ def test_a_true_claim_reproduces_and_its_control_fails():
     by_control = rows(flat=0.05, growth=0.2, control=0.05)
     assert {row.verdict for row in by_control[False]} == {"reproduces"}
     assert {row.verdict for row in by_control[True]} == {"control: fails as it must"}
-    half, quarter = (
-        next(row for row in by_control[False] if part in row.what) for part in ("half", "quarter")
-    )
-    assert half.measured == pytest.approx(0.25, abs=0.03)
-    assert quarter.measured == pytest.approx(4 * 0.25, abs=0.03)
-    grown = next(row for row in by_control[False] if "growth" in row.what)
-    assert grown.measured == pytest.approx(0.2, abs=0.03)
+    for part, expected in (("half", 0.25), ("quarter", 4 * 0.25), ("growth", 0.2)):
+        row = next(row for row in by_control[False] if part in row.what)
+        assert row.measured == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.core

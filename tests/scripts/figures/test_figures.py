@@ -82,7 +82,9 @@ def test_a_figure_is_measured_once(
     tiny = dataclasses.replace(fig_linear.FIGURE, small=small, measure=measure)
     monkeypatch.setattr(page, "load", lambda name: tiny)
     monkeypatch.chdir(tmp_path)
-    arguments = ["fig_linear", "--out", str(tmp_path / "docs" / "evidence" / "figures")]
+    out = tmp_path / "docs" / "evidence" / "figures"
+    path = out / "fig_linear.json"
+    arguments = ["fig_linear", "--out", str(out)]
     assert command.main([*arguments, "--render"]) == 0
     assert "nothing measured" in capsys.readouterr().out
     for _ in range(2):
@@ -91,17 +93,14 @@ def test_a_figure_is_measured_once(
     assert command.main([*arguments, "--again"]) == 0
     assert len(calls) == 2
     shown = capsys.readouterr().out
-    record = result.load(tmp_path / "docs" / "evidence" / "figures" / "fig_linear.json")
+    record = result.load(path)
     assert [record_row["predicted"] for record_row in record["rows"]] == [1.14, 1.55] * 2
     assert [record_row["control"] for record_row in record["rows"]] == [False, False, True, True]
     assert all(record_row["what"] in shown for record_row in record["rows"])
-    assert (tmp_path / "docs" / "evidence" / "figures" / "fig_linear.png").stat().st_size > 10_000
-    assert (
-        "figures/fig_linear.png" in (tmp_path / "docs" / "evidence" / "reproduction.md").read_text()
-    )
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert "figures/fig_linear.png" in (out.parent / "reproduction.md").read_text()
     # Runs that are used again take no time, so the seconds of the first measurement stay.
     tiny = dataclasses.replace(tiny, keeps_runs=True)
-    path = tmp_path / "docs" / "evidence" / "figures" / "fig_linear.json"
     result.save(path, {**record, "seconds": 1000})
     assert command.main([*arguments, "--again"]) == 0
     assert result.load(path)["seconds"] == 1000
@@ -141,13 +140,11 @@ def test_rows_follow_from_the_numbers(path: Path):
     again = result.record(figure, record["settings"], record["data"])
     assert len(again["rows"]) == len(record["rows"])
     for result_row, stored in zip(again["rows"], record["rows"], strict=True):
-        for (
-            name,
-            value,
-        ) in stored.items():  # sums differ in their last digits between builds of numpy
-            assert result_row[name] == (
-                pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
-            )
+        for name, value in stored.items():
+            # Sums differ in their last digits between builds of numpy.
+            if isinstance(value, float):
+                value = pytest.approx(value, rel=1e-4, abs=1e-6)
+            assert result_row[name] == value
     assert path.with_suffix(".png").exists()
     assert path.stat().st_size < 1_000_000
 

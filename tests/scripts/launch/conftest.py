@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import socket
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.fixtures.small_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = Path(os.environ.get("MUPAX_SCHEDULERS", ROOT / ".cache" / "schedulers"))
@@ -31,25 +32,10 @@ TINY = (
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a checkout with links to these packages and this environment, and a text."""
     folder = tmp_path_factory.mktemp("checkout")
-    choose = random.Random(0)
     for name in ("mupax", "presets", "scripts", "train", "zoo"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
-    words = (
-        "def",
-        "return",
-        "import",
-        "class",
-        "self",
-        "value",
-        "lambda",
-        "yield",
-        "while",
-        "None",
-    )
-    (folder / "text.txt").write_text(
-        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
-    )
+    write_text(folder / "text.txt")
     return folder
 
 

@@ -24,8 +24,9 @@ RESTART = ("--restart", "5")
 """Of the scripts whose scheduler does not start a run again."""
 
 
-def launch(script: str, *words: str, code: int = 0) -> str:
-    command = [str(FOLDER / script), *words]
+def launch(script: str, flags: str, *words: str, code: int = 0) -> str:
+    """Run a script with flags, and words after them, and return what it prints."""
+    command = [str(FOLDER / script), *shlex.split(flags), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
@@ -52,19 +53,8 @@ def test_what_they_start_is_a_command_line_of_this_project() -> None:
 
 
 def test_slurm() -> None:
-    output = launch(
-        "slurm.sh",
-        "--nodes",
-        "4",
-        "--gpus",
-        "8",
-        "--partition",
-        "big",
-        "--dry-run",
-        "--",
-        *WORDS[:-1],
-    )
-    lines = output.splitlines()
+    flags = "--nodes 4 --gpus 8 --partition big --dry-run --"
+    lines = launch("slurm.sh", flags, *WORDS[:-1]).splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     for option in (
         "nodes=4",
@@ -76,26 +66,13 @@ def test_slurm() -> None:
         assert f"#SBATCH --{option}" in lines
     assert lines[-1].startswith("srun --kill-on-bad-exit=1 ")
     assert train_words(lines[-1]) == (*WORDS, *RESTART)
-    assert "gpus-per-node" not in launch(
-        "slurm.sh", "--nodes", "4", "--gpus", "0", "--dry-run", "--", "lm-1b"
-    )
+    assert "gpus-per-node" not in launch("slurm.sh", "--nodes 4 --gpus 0 --dry-run -- lm-1b")
 
 
 def test_tpu_vm() -> None:
-    archive, copy, install, run = launch(
-        "tpu_vm.sh",
-        "--tpu",
-        "pod",
-        "--zone",
-        "z",
-        "--project",
-        "p",
-        "--dry-run",
-        "--",
-        *WORDS[:-1],
-        "--seed",
-        "1 2",
-    ).splitlines()
+    flags = "--tpu pod --zone z --project p --dry-run --"
+    output = launch("tpu_vm.sh", flags, *WORDS[:-1], "--seed", "1 2")
+    archive, copy, install, run = output.splitlines()
     assert shlex.split(archive)[:2] == ["git", "archive"]
     for line in (copy, install, run):
         assert {"--zone=z", "--worker=all", "--project=p"} <= set(shlex.split(line))
@@ -106,7 +83,7 @@ def test_tpu_vm() -> None:
 
 def test_gke() -> None:
     flags = "--name run --image r.io/p/m:1 --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4 --slices 2"
-    output = launch("gke.sh", *flags.split(), "--claim", "disk", "--dry-run", "--", *WORDS[:-1])
+    output = launch("gke.sh", f"{flags} --claim disk --dry-run --", *WORDS[:-1])
     assert "@" not in output
     jobset = yaml.safe_load(output)
     assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "run")
@@ -119,10 +96,10 @@ def test_gke() -> None:
     assert container["image"] == "r.io/p/m:1"
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert train_words(container["command"][2]) == WORDS
-    assert yaml.safe_load(launch("gke.sh", *flags.split(), "--dry-run", "--", "lm-1b"))
+    assert yaml.safe_load(launch("gke.sh", f"{flags} --dry-run -- lm-1b"))
 
     flags = "--xpk c --name run --image i --topology v5litepod-256 --slices 2 --dry-run --"
-    output = launch("gke.sh", *flags.split(), *WORDS[:-1])
+    output = launch("gke.sh", flags, *WORDS[:-1])
     words = shlex.split(output)
     assert words[:3] == ["xpk", "workload", "create"]
     assert {"--cluster=c", "--tpu-type=v5litepod-256", "--num-slices=2"} <= set(words)
@@ -146,27 +123,12 @@ def test_gke() -> None:
     ],
 )
 def test_what_is_missing_is_said_with_the_usage(script: str, words: str, message: str) -> None:
-    text = launch(script, *words.split(), code=2)
+    text = launch(script, words, code=2)
     assert text.splitlines()[-1].startswith(message)
     assert f"scripts/launch/{script} --" in text
 
 
 def test_a_name_that_would_change_the_template_is_refused() -> None:
-    flags = [
-        "--image",
-        "i",
-        "--accelerator",
-        "a",
-        "--topology",
-        "4x4",
-        "--hosts",
-        "4",
-        "--chips",
-        "4",
-        "--dry-run",
-        "--",
-        "x",
-    ]
-    assert "error: a'b has a character that no name here has" in launch(
-        "gke.sh", "--name", "a'b", *flags, code=2
-    )
+    flags = "--image i --accelerator a --topology 4x4 --hosts 4 --chips 4 --dry-run -- x"
+    refused = launch("gke.sh", f'--name "a\'b" {flags}', code=2)
+    assert "error: a'b has a character that no name here has" in refused

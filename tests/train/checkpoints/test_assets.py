@@ -18,13 +18,12 @@ from PIL import Image
 from mupax.disk import path_of
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, layout
-from mupax.train.checkpoints import assets as data_assets
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse import trained
-from tests.fixtures.commands import command, last_of_each_flag
+from tests.fixtures.commands import command, last_of_each_flag, output, refusal
 from tests.fixtures.devices import one_device
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.generators import shared_generators
@@ -62,9 +61,7 @@ TOKENIZER = "assets/tokenizer.json"
 
 def succeeded(*words: str) -> str:
     """Return what a command prints that ends well."""
-    done = command(last_of_each_flag(*words))
-    assert done.code == 0, done.err
-    return done.out
+    return output(last_of_each_flag(*words))
 
 
 def write_texts(folder: Path, seed: int) -> None:
@@ -188,9 +185,7 @@ def test_a_finetuned_run_is_all_that_commands_need(project: Path, elsewhere: Pat
 
 @pytest.mark.usefixtures("grown_copy")
 def test_a_resumed_run_keeps_its_tokenizer_where_the_folder_has_grown(project: Path) -> None:
-    refused = command(f"{BPE} --workdir lm {FURTHER}")
-    assert refused.code == 2
-    assert "--resume-change data" in refused.err
+    assert "--resume-change data" in refusal(f"{BPE} --workdir lm {FURTHER}")
     out = succeeded(f"{BPE} --workdir lm {FURTHER} data")
     assert "training a tokenizer" not in out
     assert named(Path("lm"), 6) == named(Path("lm"), 4)
@@ -211,9 +206,7 @@ def test_a_damaged_or_missing_tokenizer_is_named(damage: str, elsewhere: Path) -
         file.write_bytes(content[:-3])
     Path("text.txt").write_text("def self")
     for words in ("generate lm --prompt a", "finetune text.txt --from lm"):
-        done = command(words)
-        assert done.code == 2
-        assert f"lm/{TOKENIZER}" in done.err
+        assert f"lm/{TOKENIZER}" in refusal(words)
     listed = command("checkpoints lm")
     assert listed.code == 1
     assert listed.out.count(TOKENIZER) == 2
@@ -223,9 +216,7 @@ def test_a_damaged_or_missing_tokenizer_is_named(damage: str, elsewhere: Path) -
 def test_what_is_lost_comes_back_when_the_run_goes_on_with_its_data(project: Path) -> None:
     shutil.rmtree("lm/assets")
     # Texts that make another tokenizer must not take the place of the lost one.
-    refused = command(f"{BPE} --workdir lm {FURTHER} data")
-    assert refused.code == 2
-    assert f"lm/{TOKENIZER}" in refused.err
+    assert f"lm/{TOKENIZER}" in refusal(f"{BPE} --workdir lm {FURTHER} data")
     assert not Path("lm/assets").exists()
     Path("texts/1-0.txt").unlink()
     succeeded(f"{BPE} --workdir lm --resume")
@@ -252,9 +243,8 @@ def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_whe
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_an_older_version(Path("lm"))
-    done = command("generate lm --prompt a --tokens 2")  # nothing has its tokenizer any more
-    assert done.code == 2
-    assert "lm/assets" in done.err
+    # Nothing has its tokenizer any more.
+    assert "lm/assets" in refusal("generate lm --prompt a --tokens 2")
     ignored = shutil.ignore_patterns("assets.json")
     shutil.copytree(project / "lm" / "assets", "lm/assets", ignore=ignored)
     assert reads_its_tokenizer("lm")
@@ -314,9 +304,7 @@ def test_eval_reads_other_texts_by_the_tokenizer_of_the_run(project: Path, tmp_p
         "chat:chat.jsonl --data.chat-template template.jinja",
     ):
         succeeded(f"eval lm --data.name {other}")
-    refused = command("eval lm --data.name text:other --data.tokenizer bpe:290")
-    assert refused.code == 2
-    assert "--data.tokenizer" in refused.err
+    assert "--data.tokenizer" in refusal("eval lm --data.name text:other --data.tokenizer bpe:290")
 
 
 def test_eval_reads_a_text_in_place_of_the_mixture(
@@ -347,8 +335,8 @@ def test_eval_reads_a_text_in_place_of_the_mixture(
     assert without.code == 0
     assert "data.evaluate c" in without.err
     assert "sets" not in json.loads(Path("without.json").read_text())
-    assert command("eval mix").code == 2
-    assert command(f"eval mix {other} --data.evaluate c=text:c").code == 2
+    refusal("eval mix")
+    refusal(f"eval mix {other} --data.evaluate c=text:c")
 
 
 def test_a_run_that_starts_from_another_takes_its_tokenizer(
@@ -377,7 +365,7 @@ def test_a_bucket_holds_them(bucket: str, project: Path) -> None:
     template = templates.find(str(run_assets.tokenizer))
     assert template is not None
     assert template.source == TEMPLATE
-    assert data_assets.end_ids(
+    assert assets.end_ids(
         str(run_assets.tokenizer), Subwords(path_of(str(run_assets.tokenizer)))
     ) == {0}
     assets.write(
@@ -398,7 +386,7 @@ def data_of(
         model = dataclasses.replace(model, num_classes=2)
     settings = DataConfig(name=name, batch_size=4, **fields)
     opened_data = data_sources.load(settings, model, seed=0, note=lambda line: None)
-    files = data_assets.files_of(opened_data, settings, note=lambda line: None)
+    files = assets.files_of(opened_data, settings, note=lambda line: None)
     return files, json.loads(files["assets.json"])
 
 
@@ -478,7 +466,7 @@ def test_what_lies_beside_a_tokenizer_file_is_kept(project: Path, tmp_path: Path
     assert before is not None
     assert after is not None
     assert (after.source, after.tokens) == (before.source, before.tokens)
-    assert data_assets.end_ids(copied, Subwords(Path(copied))) == {0, 7, 8, eos}
+    assert assets.end_ids(copied, Subwords(Path(copied))) == {0, 7, 8, eos}
 
 
 def test_a_broken_template_beside_the_tokenizer_does_not_end_a_run_on_text(

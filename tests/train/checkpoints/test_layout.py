@@ -12,14 +12,21 @@ import pytest
 from mupax import buckets
 from mupax.disk import DiskError, path_of
 from mupax.train.checkpoints import command
-from mupax.train.checkpoints import layout as checkpoints_layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
-from mupax.train.checkpoints.layout import quarantined, renames_folders
+from mupax.train.checkpoints.layout import MANIFEST, quarantined, renames_folders
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from tests.fixtures.emulator import bucket, emulator
-from tests.train.checkpoints.test_manifest import FACTS, data_file, flip, restored, same, state_at
+from tests.train.checkpoints.test_manifest import (
+    FACTS,
+    data_file,
+    flip,
+    notes_of_restoring,
+    restored,
+    save,
+    state_at,
+)
 
 __all__ = ["bucket", "emulator"]  # fixtures
 
@@ -58,10 +65,7 @@ def first() -> dict[type[Path], dict[str, bytes]]:
 def saved(workdir: Path, first: dict[type[Path], dict[str, bytes]]) -> Path:
     """A run with the checkpoints 3 and 5, of three that were saved; a copy of the first such run there."""
     if type(workdir) not in first:
-        with Checkpoints(workdir, CheckpointConfig(keep=2)) as checkpoints:
-            for step in (2, 3, 5):
-                checkpoints.save(step, state_at(step), FACTS)
-                assert checkpoints.wait() is None
+        save(workdir, 2, 3, 5)
         (workdir / "config.json").write_text('{"config": {}}')
         files = [path for path in workdir.rglob("*") if path.is_file()]
         first[type(workdir)] = {
@@ -83,9 +87,7 @@ def left(workdir: Path) -> set[str]:
 
 
 def test_every_bit_comes_back_and_the_oldest_is_deleted(saved: Path) -> None:
-    state, notes = restored(saved)
-    assert same(state, state_at(5))
-    assert notes == []
+    assert notes_of_restoring(saved, 5) == []
     assert left(saved) == {"3", "5"}
     assert verified(saved / "checkpoints" / "5").step == 5
 
@@ -97,17 +99,15 @@ def test_control_a_folder_on_a_disk_can_be_renamed(tmp_path: Path) -> None:
 
 def test_what_a_kill_leaves_before_the_manifest_counts_for_nothing(saved: Path) -> None:
     folder = saved / "checkpoints"
-    (folder / "5" / checkpoints_layout.MANIFEST).unlink()
+    (folder / "5" / MANIFEST).unlink()
     (folder / "5.saving").write_text("")
-    state, notes = restored(saved)
-    assert same(state, state_at(3))
-    assert notes == []
+    assert notes_of_restoring(saved, 3) == []
     assert left(saved) == {"3"}
 
 
 def test_what_a_kill_leaves_behind_the_manifest_counts(saved: Path) -> None:
     (saved / "checkpoints" / "5.saving").write_text("")
-    assert same(restored(saved)[0], state_at(5))
+    notes_of_restoring(saved, 5)
     assert left(saved) == {"3", "5"}
 
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(
     with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)
-    assert gone == [checkpoints_layout.MANIFEST, "3", "3.saving"]
+    assert gone == [MANIFEST, "3", "3.saving"]
     assert steps(saved / "checkpoints") == [5]
 
 
@@ -139,8 +139,7 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(
     file = data_file_of(folder / "5")
     whole = file.read_bytes()
     flip(file)
-    state, notes = restored(saved)
-    assert same(state, state_at(3))
+    notes = notes_of_restoring(saved, 3)
     assert "checkpoint 5 is damaged" in notes[0]
     assert "set aside as checkpoints/5/damaged.json, going back to checkpoint 3" in notes[0]
     assert json.loads((folder / "5" / "damaged.json").read_text())["step"] == 5
@@ -153,8 +152,7 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(
     ):
         restored(saved)
     file.write_bytes(whole)
-    state, notes = restored(saved)
-    assert same(state, state_at(5))
+    notes = notes_of_restoring(saved, 5)
     assert any("checkpoint 5, set aside as 5, is whole: taken back" in note for note in notes)
 
 
@@ -165,9 +163,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_named_with_the_one_before_it(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     moved = tmp_path / "moved"
-    with Checkpoints(moved, CheckpointConfig(keep=2)) as checkpoints:
-        for step in (3, 5):
-            checkpoints.save(step, state_at(step), FACTS)
+    save(moved, 3, 5)
     places = [saved]
     if renames_folders(moved):  # not on the mounted folder
         places.append(moved)
@@ -186,23 +182,20 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_named_with_the_one_before_it(
         assert "goes back to checkpoint 3" in text
         assert steps(workdir / "checkpoints") == [3, 5]
         # The same command again, when the disk is well.
-        assert same(restored(workdir)[0], state_at(3))
+        notes_of_restoring(workdir, 3)
 
 
 def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path) -> None:
     flip(data_file_of(saved / "checkpoints" / "5"))
     restored(saved)
-    with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
-        checkpoints.save(5, state_at(5), FACTS)
-        assert checkpoints.wait() is None
-    assert same(restored(saved)[0], state_at(5))
+    save(saved, 5)
+    notes_of_restoring(saved, 5)
     assert quarantined(saved / "checkpoints") == []
 
 
 def test_a_manifest_that_somebody_deleted_is_damage(saved: Path) -> None:
-    (saved / "checkpoints" / "5" / checkpoints_layout.MANIFEST).unlink()
-    state, notes = restored(saved)
-    assert same(state, state_at(3))
+    (saved / "checkpoints" / "5" / MANIFEST).unlink()
+    notes = notes_of_restoring(saved, 3)
     assert "checkpoint 5 is damaged: manifest.json is missing" in notes[0]
     assert left(saved) == {"3", "5"}
 
@@ -231,10 +224,7 @@ def two_saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run with the checkpoints 2 and 3, in folders that can be renamed or not."""
     if request.param == "mounted":
         request.getfixturevalue("mounted")
-    with Checkpoints(tmp_path / "run", CheckpointConfig(keep=2)) as checkpoints:
-        for step in (2, 3):
-            checkpoints.save(step, state_at(step), FACTS)
-            assert checkpoints.wait() is None
+    save(tmp_path / "run", 2, 3)
     return tmp_path / "run"
 
 
@@ -265,16 +255,15 @@ def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
         checkpoints.save(9, state_at(9), FACTS)
         assert checkpoints.wait() is None
     assert left(two_saved) == {"7", "9"}
-    state, _ = restored(two_saved)
-    assert same(state, state_at(9))
+    notes_of_restoring(two_saved, 9)
 
 
 def test_a_checkpoint_that_is_being_saved_is_not_damaged(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = saved / "checkpoints"
-    whole = (folder / "5" / checkpoints_layout.MANIFEST).read_bytes()
-    (folder / "5" / checkpoints_layout.MANIFEST).unlink()
+    whole = (folder / "5" / MANIFEST).read_bytes()
+    (folder / "5" / MANIFEST).unlink()
     assert command.main([str(saved)]) == 1  # control: without the mark of a save something is wrong
     assert "damaged: manifest.json is missing" in capsys.readouterr().out
     (folder / "5.saving").write_text("")
@@ -282,6 +271,6 @@ def test_a_checkpoint_that_is_being_saved_is_not_damaged(
     shown = capsys.readouterr().out
     assert "being saved" in shown
     assert "damaged" not in shown
-    (folder / "5" / checkpoints_layout.MANIFEST).write_bytes(whole)
+    (folder / "5" / MANIFEST).write_bytes(whole)
     assert command.main([str(saved)]) == 0
     assert "being saved" not in capsys.readouterr().out

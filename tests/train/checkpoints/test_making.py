@@ -19,7 +19,7 @@ import pytest
 from mupax.disk import path_of
 from mupax.train.checkpoints import making, workdir
 from mupax.zoo.huggingface import tensorfile
-from tests.fixtures.commands import command
+from tests.fixtures.commands import command, refusal, succeeded
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.reuse.test_source import published
 
@@ -29,12 +29,6 @@ pytestmark = pytest.mark.core
 
 COMMAND = ["mupax", "import", "weights", "--out", "out"]
 ENTRIES = {workdir.MARK, "model.json", "model.safetensors"}
-
-
-def run(words: str) -> tuple[int, str]:
-    """Return the exit code and what was printed."""
-    done = command(words)
-    return done.code, f"{done.text} {done.message}"
 
 
 def names(folder: Path) -> set[str]:
@@ -78,13 +72,12 @@ def half_mark() -> None:
 )
 def test_the_same_command_makes_a_folder_of_which_a_kill_left_half(left: Any, here: Path) -> None:
     left()
-    assert run("import weights --out out")[0] == 0
+    succeeded("import weights --out out")
     assert names(here) == {"weights", "out"}
     assert names(here / "out") == ENTRIES
-    assert run("export out --out again")[0] == 0
-    assert (here / "again" / "model.safetensors").read_bytes() == (
-        here / "weights" / "model.safetensors"
-    ).read_bytes()
+    succeeded("export out --out again")
+    copies = [here / name / "model.safetensors" for name in ("weights", "again")]
+    assert copies[0].read_bytes() == copies[1].read_bytes()
 
 
 READERS = (
@@ -109,17 +102,15 @@ def test_a_half_is_refused_with_the_command_to_write_again(reader: str, here: Pa
     half_made(here / "out")
     (here / "out" / "config.json").write_text(json.dumps({"config": {"recipe": "lm-tiny"}}))
     before = names(here / "out")
-    code, printed = run(reader)
-    assert code == 2
-    assert "`mupax import weights --out out`" in printed
+    assert "`mupax import weights --out out`" in refusal(reader)
     assert names(here / "out") == before
     assert list(here.glob("new/*.json")) == []
 
 
 def test_control_a_folder_of_an_older_version_has_no_mark_and_is_read(here: Path) -> None:
-    assert run("import weights --out out")[0] == 0
+    succeeded("import weights --out out")
     (here / "out" / workdir.MARK).unlink()
-    assert run("export out --out again")[0] == 0
+    succeeded("export out --out again")
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["missing", "empty"])
@@ -141,25 +132,23 @@ def test_a_command_that_fails_leaves_nothing(
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(tensorfile, "save_file", fail)
-        code, printed = run("import weights --out out")
-        assert code in (1, 130)
-        assert isinstance(error, KeyboardInterrupt) or "No space left on device" in printed
+        done = command("import weights --out out")
+        assert done.code in (1, 130)
+        assert isinstance(error, KeyboardInterrupt) or "No space left on device" in done.message
     assert names(here) == before
     assert not there or names(here / "out") == set()
-    assert run("import weights --out out")[0] == 0
+    succeeded("import weights --out out")
 
 
 def test_what_the_command_has_not_made_is_never_deleted(here: Path) -> None:
     inside()
     (here / "out" / "notes.txt").write_text("mine")
-    code, printed = run("import weights --out out")
-    assert (code, "notes.txt" in printed) == (2, True)
+    assert "notes.txt" in refusal("import weights --out out")
     assert names(here / "out") == {workdir.MARK, ".making", "model.safetensors", "notes.txt"}
     shutil.rmtree(here / "out")
     (here / ".out.making").mkdir()
     (here / ".out.making" / "notes.txt").write_text("mine")
-    code, printed = run("import weights --out out")
-    assert (code, ".out.making" in printed) == (2, True)
+    assert ".out.making" in refusal("import weights --out out")
     assert (here / ".out.making" / "notes.txt").read_text() == "mine"
 
 
@@ -169,33 +158,29 @@ def test_what_a_running_command_makes_is_left_to_it(place: str, here: Path) -> N
     before = names(here / place)
     with (here / place / making.LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        code, printed = run("import weights --out out")
-    assert (code, "being made by another command" in printed) == (2, True)
+        assert "being made by another command" in refusal("import weights --out out")
     assert names(here / place) == before | {making.LOCK}
 
 
 def test_a_kill_in_the_last_moment_leaves_a_complete_folder(here: Path) -> None:
-    assert run("import weights --out out")[0] == 0
+    succeeded("import weights --out out")
     (here / "out" / making.LOCK).touch()
-    code, printed = run("import weights --out out --preset mup")
-    assert (code, "not an empty folder" in printed) == (2, True)
+    assert "not an empty folder" in refusal("import weights --out out --preset mup")
     (here / "out" / making.LOCK).touch()
-    code, printed = run("import weights --out out")
-    assert (code, "out is complete" in printed) == (0, True)
+    assert "out is complete" in succeeded("import weights --out out").message
     assert names(here / "out") == ENTRIES
     # Without the file the command had ended by itself.
-    assert run("import weights --out out")[0] == 2
+    refusal("import weights --out out")
 
 
 def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     out = path_of(f"{bucket}/out")
     workdir.write_mark(out, COMMAND, ["model.safetensors"], complete=False)
     (out / "model.safetensors").write_bytes(b"half of")
-    code, printed = run(f"export {out} --out again")
-    assert (code, "`mupax import weights --out out`" in printed) == (2, True)
-    assert run(f"import weights --out {out}")[0] == 0
+    assert "`mupax import weights --out out`" in refusal(f"export {out} --out again")
+    succeeded(f"import weights --out {out}")
     assert names(out) == ENTRIES
-    assert run(f"export {out} --out again")[0] == 0
+    succeeded(f"export {out} --out again")
 
 
 def test_a_copy_that_a_killed_process_left_is_deleted(

@@ -22,7 +22,7 @@ from mupax.train.checkpoints import layout, lock
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, succeeded
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import folder, losses
@@ -169,7 +169,7 @@ def test_a_run_in_an_odd_folder_resumes_bitwise(folder: Path) -> None:
     assert losses(odd) == losses("plain")
     arrays = [layout.read(path / "checkpoints" / "4").arrays for path in (odd, Path("plain"))]
     assert arrays[0] == arrays[1]
-    assert command(f"checkpoints --verify {shlex.quote(str(odd))}").code == 0
+    succeeded(f"checkpoints --verify {shlex.quote(str(odd))}")
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "other bytes", "refused"])

@@ -14,10 +14,11 @@ from mupax.train.checkpoints.folder import steps
 from mupax.train.config.record import run_config
 from mupax.train.run.report import metrics
 from mupax.zoo.configs import ConfigError
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, refusal, succeeded
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
     STEPS,
+    completed,
     finished_run,
     folder,
     record_of,
@@ -50,9 +51,9 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
         checkpoint_record = layout.read(copy / "checkpoints" / str(step)).record
         assert checkpoint_record["run"] == record["run"]
         assert checkpoint_record["config"]["model"] == record["config"]["model"]
-    assert train("--workdir named --resume").code == 0
+    completed("--workdir named --resume")
     assert record_of(copy)["run"] == record["run"]
-    assert train("--workdir other").code == 0
+    completed("--workdir other")
     assert record_of("other")["run"] != record["run"]
 
 
@@ -63,8 +64,7 @@ def test_an_entry_of_another_kind_is_named_and_the_copy_of_a_checkpoint_is_used(
     copy = Path(shutil.copytree("whole", tmp_path / "run"))
     record = record_of(copy)
     (copy / "config.json").write_text(json.dumps({**record, entry: ["of", "another", "kind"]}))
-    done = train(f"--workdir {copy} --resume")
-    assert done.code == 0
+    done = completed(f"--workdir {copy} --resume")
     reason = f"config.json is not one of a run: its entry {entry} is of another kind"
     assert reason in " ".join(done.err.split())
     assert record_of(copy)[entry] == record[entry]
@@ -82,10 +82,7 @@ def test_a_foreign_record_in_every_manifest_is_no_run(
         content["digest"] = layout._digest_of(content["manifest"])
         path.write_text(json.dumps(content))
     for words in (f"train --resume --workdir {copy}", f"eval {copy}", f"checkpoints {copy}"):
-        done = command(words)
-        assert done.code == 2
-        assert "Traceback" not in done.err
-        assert "config.json" in done.err
+        assert "config.json" in refusal(words)
     with pytest.raises(ConfigError, match="the config is None, not an object"):
         run_config({"model": "of another tool"})
 
@@ -137,11 +134,9 @@ def test_half_a_config_json_is_written_again_as_the_newest_checkpoint_has_it(
 
     record = record_of(copy)
     damage()
-    shown = command(f"checkpoints {copy}")
-    assert shown.code == 0
+    shown = succeeded(f"checkpoints {copy}")
     assert "going by what the newest checkpoint kept of it" in shown.err
-    done = train(f"--workdir {copy} --resume")
-    assert done.code == 0, done.err
+    done = completed(f"--workdir {copy} --resume")
     assert "written again as the newest checkpoint has it" in done.err
     assert untrained == [(STEPS, STEPS)]
     after = record_of(copy)
@@ -173,5 +168,5 @@ def test_a_workdir_that_is_moved_under_a_run_ends_it_with_a_message(
     assert len(done.err.splitlines()) == 1
     # What the message says works, and nothing is lost.
     monkeypatch.undo()
-    assert train("--workdir moved --resume").code == 0
+    completed("--workdir moved --resume")
     assert rows("moved") == rows("whole")

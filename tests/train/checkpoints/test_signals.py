@@ -15,7 +15,7 @@ import pytest
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.run.restart.supervisor import Listener
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import RUN, checkpoints, folder, rows, train
+from tests.fixtures.small_runs import RUN, checkpoints, completed, folder, rows
 
 __all__ = ["folder", "shared_programs"]  # fixtures
 
@@ -63,8 +63,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
     resume = f"--workdir {workdir} --resume --resume-change schedule"
-    done = train(resume, f"--steps {step + 2}")
-    assert done.code == 0, done.err
+    done = completed(resume, f"--steps {step + 2}")
     assert f"resuming lm-tiny at step {step} of {step + 2}" in done.out
     assert [row["step"] for row in rows(workdir) if "loss" in row] == list(range(1, step + 3))
 

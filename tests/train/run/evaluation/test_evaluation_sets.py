@@ -19,10 +19,19 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report.mirrors.trackers import scalars
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, refusal, succeeded
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import evaluations, folder, record_of, train, untrained, write_text
+from tests.fixtures.small_runs import (
+    completed,
+    evaluations,
+    folder,
+    record_of,
+    refused,
+    train,
+    untrained,
+    write_text,
+)
 
 __all__ = ["folder", "one_device", "shared_programs", "untrained"]  # fixtures
 
@@ -43,8 +52,7 @@ def sets(folder: Path) -> Done:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "compile_eval", counted)
-        done = train("--workdir sets", WORDS, SETS)
-    assert done.code == 0, done.err
+        done = completed("--workdir sets", WORDS, SETS)
     assert len(compiled) == 1, (
         "one program evaluates all sets, and a compiled one takes no other shapes"
     )
@@ -68,17 +76,16 @@ def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> No
 
 
 def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -> None:
-    done = command("eval sets --json found.json")
-    assert done.code == 0
+    done = succeeded("eval sets --json found.json")
     assert not done.err
     row = evaluations("sets")[-1]
     record = json.loads(Path("found.json").read_text())
     for name in ("own", "my_other"):
-        assert record["sets"][name]["loss"] == row[f"eval/{name}/loss"]
-        assert record["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
+        for metric in ("loss", "accuracy"):
+            assert record["sets"][name][metric] == row[f"eval/{name}/{metric}"]
     assert "text:other.txt" in done.out
     words = "eval sets --data.name text:other.txt --data.evaluate --json other.json"
-    assert command(words).code == 0
+    succeeded(words)
     other = json.loads(Path("other.json").read_text())
     assert other["loss"] == row["eval/my_other/loss"]
     assert "sets" not in other
@@ -101,8 +108,7 @@ def test_a_finished_run_is_evaluated_on_other_examples_than_before(
     words = f"--workdir {tmp_path}/more --resume {WORDS}"
     more = f"{SETS} third=text:other.txt"
     for flags in (more, f"{more} --data.eval-examples 8"):
-        done = train(words, flags)
-        assert done.code == 0, done.err
+        done = completed(words, flags)
     caution = "caution: evaluations have other examples than before: their numbers do not compare"
     assert caution in done.out
     first, second, third = evaluations(tmp_path / "more")[-3:]
@@ -132,9 +138,7 @@ def test_sets_that_do_not_fit_are_refused_before_anything_is_compiled(
 ) -> None:
     np.save("ids.npy", np.arange(2000, dtype=np.uint16))
     monkeypatch.setattr(Program, "compile_train", lambda *_: pytest.fail("compiled"))
-    done = train(f"--workdir {tmp_path}/run", WORDS, "--data.evaluate", words)
-    assert done.code == 2
-    assert message in done.message
+    assert message in refused(f"--workdir {tmp_path}/run", WORDS, "--data.evaluate", words)
 
 
 def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
@@ -174,11 +178,9 @@ def test_field_of_the_run_s_records_is_kept_where_a_set_has_it(
 
 def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
     words = f"sweep lm-tiny --lr 0.01 --data.name text:text.txt --out {tmp_path}/out"
-    refused = {
+    single = {
         "data.evaluate": "--data.evaluate own=text:text.txt",
         "stop.patience": "--log.eval-every-steps 2 --stop.patience 2",
     }
-    for field, flags in refused.items():
-        done = command(words, flags)
-        assert done.code == 2
-        assert f"{field} is for single runs" in done.err
+    for field, flags in single.items():
+        assert f"{field} is for single runs" in refusal(words, flags)

@@ -11,7 +11,7 @@ import pytest
 
 from mupax.train.reuse.trained import open_model
 from mupax.train.run.noise import measured, noise_scale, stretch
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, refusal, succeeded
 from tests.fixtures.small_runs import folder, train
 
 __all__ = ["folder"]  # a fixture
@@ -96,14 +96,12 @@ def test_batches_of_two_epochs_are_not_compared(
 
 
 def test_batches_that_share_examples_are_said(trained: Done):
-    done = command("noise noisy --step 4 --batches 3 --data.batch-size 704")
-    assert done.code == 0
+    done = succeeded("noise noisy --step 4 --batches 3 --data.batch-size 704")
     assert "caution: 3 batches of 704 reach into another epoch of" in done.err
 
 
 def test_the_command(trained: Done):
-    done = command("noise noisy --step 4 --batches 4 --json noise.json")
-    assert done.code == 0
+    done = succeeded("noise noisy --step 4 --batches 4 --json noise.json")
     assert not done.err
     numbers = json.loads(Path("noise.json").read_text())
     scale = numbers["noise_scale"]
@@ -126,6 +124,4 @@ def test_the_command(trained: Done):
     ],
 )
 def test_what_is_refused(trained: Done, words: str, message: str):
-    done = command("noise", words)
-    assert done.code == 2
-    assert message in done.err
+    assert message in refusal("noise", words)

@@ -15,7 +15,7 @@ from mupax.train.run.report import metrics
 from mupax.train.run.report.metrics import Evaluations
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import STEPS, checkpoints, folder, rows, train
+from tests.fixtures.small_runs import STEPS, checkpoints, completed, folder, refused, rows
 from tests.train.run.saves.test_best_checkpoint import scripted
 
 __all__ = ["folder", "one_device", "shared_programs"]  # fixtures
@@ -88,23 +88,20 @@ def test_a_stopped_run_is_done_and_stays_so_unless_asked(
     losses = {1: 5.0, 2: 3.0, 3: 2.9, 4: 2.8, 5: 2.0, 6: 1.9, 7: 1.8}
     evaluations = scripted(monkeypatch, losses)
     words = f"--workdir stopped {WORDS} --stop.min-delta 0.5"
-    done = train(words, "--stop.patience 2")
-    assert done.code == 0, done.err
+    done = completed(words, "--stop.patience 2")
     reason = "eval_loss has not improved by more than 0.5 in 2 evaluations, the best is 3 at step 2"
     assert f"stopped early at step 4 of {STEPS}: {reason}" in done.out
     assert checkpoints("stopped") == [3, 4], "one of the step at which it ended"
     assert [row for row in rows("stopped") if "stopped" in row] == [{"step": 4, "stopped": reason}]
 
     before = timed_rows("stopped")
-    again = train(words, "--stop.patience 2 --resume")
-    assert again.code == 0, again.err
+    again = completed(words, "--stop.patience 2 --resume")
     assert f"stopped early at step 4 of {STEPS}: {reason}" in again.out
     assert "--stop.patience" in again.out
     assert timed_rows("stopped") == before
     assert evaluations == [1, 2, 3, 4]
 
-    longer = train(words, "--stop.patience 3 --resume")
-    assert longer.code == 0, longer.err
+    longer = completed(words, "--stop.patience 3 --resume")
     assert evaluations == [*range(1, STEPS + 1)], "the count goes on: step 5 is an improvement"
     assert "stopped early" not in longer.out
 
@@ -114,10 +111,9 @@ def test_evaluations_from_before_a_set_was_added_do_not_end_the_run(
 ) -> None:
     evaluations = scripted(monkeypatch, {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0})
     words = f"--workdir added {WORDS} --optimizer.schedule constant"
-    assert train(words, "--steps 2").code == 0
+    completed(words, "--steps 2")
     other = "--data.evaluate other=text:text.txt --stop.metric eval/other/loss --stop.patience 2"
-    done = train(words, "--steps 4 --resume", other)
-    assert done.code == 0, done.err
+    done = completed(words, "--steps 4 --resume", other)
     assert "stopped early" not in done.out
     # Step 2 is evaluated once more, on the set that was added.
     assert evaluations == [1, 2, 2, 3, 4]
@@ -139,6 +135,4 @@ def test_evaluations_from_before_a_set_was_added_do_not_end_the_run(
 def test_what_makes_no_sense_is_refused(
     flags: str, message: str, folder: Path, tmp_path: Path
 ) -> None:
-    done = train(f"--workdir {tmp_path}/run", WORDS, flags)
-    assert done.code == 2
-    assert message in done.message
+    assert message in refused(f"--workdir {tmp_path}/run", WORDS, flags)

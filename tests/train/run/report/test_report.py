@@ -64,8 +64,7 @@ def lm_rows(steps):
     """Yield a row for every step and an evaluation after every 20th."""
     for step in range(1, steps + 1):
         fall = 4 * step**-0.5
-        timed = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 700, "seconds": 0.1}
-        yield {"step": step, "loss": 1.2 + fall, **timed}
+        yield {"step": step, "loss": 1.2 + fall, "tokens": 700, "seconds": 0.1}
         if step % 20 == 0:
             yield {"step": step, "eval_loss": 1.3 + fall, "eval_accuracy": 0.5}
 
@@ -74,8 +73,7 @@ def vit_rows(steps):
     """Yield a row for every step and an evaluation after every 20th."""
     for step in range(1, steps + 1):
         loss = 2.3 * np.exp(-step / 50)
-        timed = {"lr": 1e-3, "images": 64, "seconds": 0.1}
-        yield {"step": step, "loss": loss, "accuracy": 0.5, **timed}
+        yield {"step": step, "loss": loss, "accuracy": 0.5, "images": 64, "seconds": 0.1}
         if step % 20 == 0:
             yield {"step": step, "eval_loss": loss, "eval_accuracy": 1 - 0.9 * np.exp(-step / 30)}
 
@@ -90,6 +88,18 @@ def lm_path(tmp_path):
     return write(tmp_path / "metrics.jsonl", lm_rows(200))
 
 
+@pytest.fixture
+def draw(tmp_path, figures):
+    """Draw the losses of rows, and return the axes."""
+
+    def draw(rows, *references, **options):
+        path = write(tmp_path / "metrics.jsonl", rows)
+        finish.loss_plot(path, tmp_path / "loss.png", references, **options)
+        return figures[-1].axes
+
+    return draw
+
+
 def lines_of(panel):
     """Return the lines in a panel, without its frame and with single spaces."""
     return [" ".join(line.strip("│ ").split()) for line in panel.splitlines()]
@@ -99,9 +109,8 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def test_loss_plot_of_a_language_model(lm_path, tmp_path, figures):
-    finish.loss_plot(lm_path, tmp_path / "loss.png", [TRIGRAM, FOURGRAM, LOGISTIC], "lm-tiny")
-    (axes,) = figures[0].axes
+def test_loss_plot_of_a_language_model(tmp_path, draw):
+    (axes,) = draw(lm_rows(200), TRIGRAM, FOURGRAM, LOGISTIC, title="lm-tiny")
     assert axes.get_ylabel() == "loss (nats per byte)"
     assert axes.get_xlabel() == "optimizer step (700 tokens each)"
     assert axes.get_xscale() == "log"
@@ -119,16 +128,15 @@ def test_loss_plot_of_a_language_model(lm_path, tmp_path, figures):
         assert image.size == (1140, 660)
 
 
-def test_loss_per_token_becomes_loss_per_byte(tmp_path, figures):
-    path = write(tmp_path / "metrics.jsonl", lm_rows(40))
-    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=4.0)
-    raw, _, evaluations, reference = figures[0].axes[0].lines
+def test_loss_per_token_becomes_loss_per_byte(draw):
+    (axes,) = draw(lm_rows(40), TRIGRAM, bytes_per_token=4.0)
+    raw, _, evaluations, reference = axes.lines
     assert raw.get_ydata()[0] == pytest.approx(5.2 / 4)
     assert evaluations.get_ydata()[-1] == pytest.approx((1.3 + 4 * 40**-0.5) / 4)
     assert reference.get_ydata()[0] == 1.84  # Already per byte.
 
 
-def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
+def test_loss_plot_has_every_evaluation_set(draw):
     factors = {"code": 4, "chat": 2, "long" * 20: 5}
     rows = list(lm_rows(200))
     for row in rows:
@@ -136,10 +144,8 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
             for name, factor in factors.items():
                 row[f"eval/{name}/loss"] = factor * row["eval_loss"]
                 row[f"eval/{name}/accuracy"] = 0.5
-    path = write(tmp_path / "metrics.jsonl", rows)
     sets = {"code": 4.0, "chat": None, "long" * 20: 1.0, "not-yet": 1.0}
-    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=2.0, sets=sets)
-    (axes,) = figures[0].axes
+    (axes,) = draw(rows, TRIGRAM, bytes_per_token=2.0, sets=sets)
     names = [
         f"code {FINAL:.3f}",  # over its own bytes per token
         f"chat {2 * FINAL:.3f} nats/target",
@@ -159,17 +165,13 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
     for row in rows:
         if "eval_loss" in row:
             row |= {"eval/other/loss": 3.0, "eval/other/accuracy": 0.25}
-    path = write(tmp_path / "metrics.jsonl", rows)
-    finish.loss_plot(path, tmp_path / "images.png", [], sets={"other": None})
-    upper, lower = figures[1].axes
+    upper, lower = draw(rows, sets={"other": None})
     assert "other 3.000" in texts(upper)
     assert "other 25.00" in texts(lower)
 
 
-def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
-    path = write(tmp_path / "metrics.jsonl", vit_rows(200))
-    finish.loss_plot(path, tmp_path / "loss.png", [LOGISTIC, TRIGRAM], "vit-digits")
-    upper, lower = figures[0].axes
+def test_loss_plot_of_an_image_model_has_its_accuracy(draw):
+    upper, lower = draw(vit_rows(200), LOGISTIC, TRIGRAM, title="vit-digits")
     assert upper.get_ylabel() == "loss (nats per image)"
     assert "trigram" not in "".join(texts(upper))
     assert lower.get_ylabel() == "accuracy (%)"
@@ -180,30 +182,24 @@ def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_short_and_unevaluated_runs_are_drawn(tmp_path, figures, steps):
-    path = write(tmp_path / "metrics.jsonl", lm_rows(steps))
-    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM])
-    (axes,) = figures[0].axes
+def test_short_and_unevaluated_runs_are_drawn(draw, steps):
+    (axes,) = draw(lm_rows(steps), TRIGRAM)
     assert axes.get_xscale() == "linear"
     assert texts(axes) == ["trigram counts 1.840"]
 
 
-def test_a_diverged_run_is_drawn(tmp_path):
+@pytest.mark.parametrize("from_row", [100, 0])
+def test_a_diverged_run_is_drawn(draw, from_row):
     rows = list(lm_rows(150))
-    for row in rows[100:]:
-        row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
     rows[90]["loss"] = 1e30
-    finish.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "loss.png", [TRIGRAM])
-    for row in rows:
+    for row in rows[from_row:]:
         row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
-    finish.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "all.png", [])
-    assert (tmp_path / "all.png").exists()
+    assert draw(rows, TRIGRAM)
 
 
-def test_no_rows_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
+def test_no_rows_is_an_error(draw):
     with pytest.raises(metrics.MetricsError, match="has no rows"):
-        finish.loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        draw([])
 
 
 def test_smoothing_has_no_lag_and_takes_the_noise_off():
@@ -308,23 +304,21 @@ def test_summary_compares_with_the_references(lm_path, tmp_path, monkeypatch):
 
 def test_summary_leads_with_accuracy_for_images(tmp_path):
     text = summary(write(tmp_path / "metrics.jsonl", vit_rows(200)), references=[LOGISTIC, TRIGRAM])
-    assert (
-        text.index("evaluation accuracy")
-        < text.index("logistic regression")
-        < text.index("evaluation loss")
+    accuracy, regression, loss = map(
+        text.index, ("evaluation accuracy", "logistic regression", "evaluation loss")
     )
+    assert accuracy < regression < loss
     assert "better by 2.69 points" in text
     assert "images/s" in text
     assert "trigram" not in text
 
 
-def test_summary_and_picture_have_both_units(lm_path, tmp_path, figures):
+def test_summary_and_picture_have_both_units(lm_path, draw):
     text = summary(lm_path, bytes_per_token=2.0, references=[TRIGRAM])
     assert "evaluation loss 0.7914 nats/byte, 1.5828 nats/token" in lines_of(text)
     assert "better by 1.0486" in text
-    finish.loss_plot(lm_path, tmp_path / "loss.png", bytes_per_token=2.0)
-    finish.loss_plot(lm_path, tmp_path / "loss.png", bytes_per_token=1.0)
-    two_scales, one_scale = (figure.axes[0] for figure in figures)
+    (two_scales,) = draw(lm_rows(200), bytes_per_token=2.0)
+    (one_scale,) = draw(lm_rows(200), bytes_per_token=1.0)
     (second,) = two_scales.child_axes
     assert two_scales.get_ylabel() == "loss (nats per byte)"
     assert second.get_ylabel() == "nats per token"
@@ -415,15 +409,3 @@ def test_the_next_command_fits_what_was_trained(tmp_path):
     assert next_words("vit-digits", "run", "a") == ["eval", "run"]
     command, *words = next_words("ed-tiny", "run", "a")
     assert (command, "<mask>" in words[-1] or "<0>" in words[-1]) == ("generate", True)
-
-
-@pytest.mark.parametrize("width", [40, 200])
-def test_the_next_command_is_on_one_line(width, tmp_path):
-    command = "mupax generate runs/lm-laptop --prompt 'once upon a time'"
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 1, "loss": 1.0, "tokens": 5, "seconds": 1.0}) + "\n")
-    out = io.StringIO()
-    finish.summary(
-        Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command
-    )
-    assert command in out.getvalue()

@@ -16,10 +16,18 @@ from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.reuse import trained
 from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, succeeded
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import checkpoints, folder, record_of, rows, train, untrained
+from tests.fixtures.small_runs import (
+    checkpoints,
+    completed,
+    folder,
+    record_of,
+    refused,
+    rows,
+    untrained,
+)
 
 __all__ = ["folder", "one_device", "shared_programs", "untrained"]  # fixtures
 
@@ -66,8 +74,7 @@ def best_run(folder: Path) -> Done:
     with pytest.MonkeyPatch.context() as patch:
         scripted(patch, LOSSES)
         patch.setattr(checkpointer.CheckpointFolder, "prune", watched)
-        done = train("--workdir kept", BEST)
-    assert done.code == 0, done.err
+        done = completed("--workdir kept", BEST)
     # Whenever a kill comes: what is better has its evaluation on disk before anything is deleted.
     assert list(dict.fromkeys(bests)) == [1, 2]
     return done
@@ -85,7 +92,7 @@ def test_control_without_it_the_newest_alone_stay(
     best_run: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, LOSSES)
-    assert train("--workdir newest", NEWEST).code == 0
+    completed("--workdir newest", NEWEST)
     assert checkpoints("newest") == [LAST]
     assert not list(Path("newest").rglob(checkpointer.FILE))
     with pytest.raises(
@@ -98,7 +105,7 @@ def test_control_without_it_the_newest_alone_stay(
 def test_the_highest_accuracy_is_the_best(best_run: Done, untrained: list, tmp_path: Path) -> None:
     copy = shutil.copytree("kept", tmp_path / "run")
     words = f"{NEWEST} --checkpoint.keep-best 1 --checkpoint.best-metric eval_accuracy"
-    assert train(words, f"--workdir {copy} --resume").code == 0
+    completed(words, f"--workdir {copy} --resume")
     assert checkpoints(copy) == [4, LAST]
     assert saved_run.find(copy, "best").step == 4
 
@@ -127,7 +134,7 @@ def test_what_is_best_is_read_from_what_is_saved(
     elif lost == "damage":
         file.write_text(before.replace("3.0", "9.0"))
     assert checkpointer.ranked(copy / "checkpoints", "eval_loss")[0] == (2 if lost is None else 4)
-    assert train(f"--workdir {copy} --resume", BEST).code == 0
+    completed(f"--workdir {copy} --resume", BEST)
     assert untrained == [(LAST, LAST)]
     assert file.read_text() == before
     assert checkpoints(copy) == [2, 4, LAST]
@@ -143,8 +150,7 @@ def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
     shutil.copytree("kept", copy)
     before = rows(copy)
     scripted(monkeypatch, LOSSES)
-    done = train(f"--workdir {copy} --resume --resume-from best", BEST)
-    assert done.code == 0, done.err
+    done = completed(f"--workdir {copy} --resume --resume-from best", BEST)
     assert f"resuming lm-tiny at step 2 of {LAST}" in done.out
     assert f"set aside as a run of its own in branches/{LAST}: steps 4, {LAST}" in done.out
     assert str(rows(copy)) == str(before), "bitwise the same steps again"
@@ -157,8 +163,7 @@ def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
     assert record_of(copy)["run"] == record_of(branch)["run"]
 
     monkeypatch.setattr(loop, "train_with_rollbacks", lambda session, position: position.state)
-    again = train(f"--workdir {copy} --resume --resume-from 4", BEST)
-    assert again.code == 0, again.err
+    completed(f"--workdir {copy} --resume --resume-from 4", BEST)
     assert sorted(path.name for path in (copy / "branches").iterdir()) == [str(LAST), f"{LAST}.1"]
     assert checkpoints(copy) == [2, 4]
 
@@ -180,9 +185,7 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
         files = (copy / "checkpoints" / harm).rglob("d/*")
         data = max(files, key=lambda path: path.stat().st_size)
         data.write_bytes(b"\0" * data.stat().st_size)
-    done = train(f"--workdir {copy} --resume", BEST, flags)
-    assert done.code == 2
-    assert message in done.err
+    assert message in refused(f"--workdir {copy} --resume", BEST, flags)
     assert checkpoints(copy) == [2, 4, LAST]
     assert not untrained
     assert not (copy / "branches").exists()
@@ -221,9 +224,7 @@ def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
 def test_what_makes_no_sense_is_refused(
     flags: str, message: str, folder: Path, untrained: list, tmp_path: Path
 ) -> None:
-    done = train(f"--workdir {tmp_path}/run --log.eval-every-steps 1", flags)
-    assert done.code == 2
-    assert message in done.message
+    assert message in refused(f"--workdir {tmp_path}/run --log.eval-every-steps 1", flags)
     assert not untrained
 
 
@@ -234,8 +235,7 @@ def test_the_list_of_checkpoints_has_losses_and_marks_the_best(
     copy = shutil.copytree("kept", tmp_path / "copy")
     for file in copy.rglob(without):
         file.unlink()
-    done = command(f"checkpoints {copy} --json {tmp_path}/list.json")
-    assert done.code == 0
+    done = succeeded(f"checkpoints {copy} --json {tmp_path}/list.json")
     listed = {row["step"]: row for row in json.loads((tmp_path / "list.json").read_text())}
     measured = {step: row["metrics"] for step, row in listed.items() if row["metrics"]}
     eval_losses = {step: metrics["eval_loss"] for step, metrics in measured.items()}

@@ -20,14 +20,16 @@ from mupax.train.checkpoints.layout import counts
 from mupax.train.reuse import trained
 from mupax.train.run.report import metrics
 from scripts.campaigns.injection.emulator import new_bucket
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, refusal, succeeded
 from tests.fixtures.emulator import emulator
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
     RUN,
     STEPS,
+    completed,
     finished_run,
     folder,
+    refused,
     rows,
     train,
     untrained,
@@ -86,9 +88,7 @@ def resumed(address: str, whole: Done) -> Done:
     assert saved(address) == {"2", "4", "4.saving"}
     written = metrics.read(workdir / "metrics.jsonl")
     assert max(row["step"] for row in written) >= 4, "rows come before a checkpoint"
-    refused = train("--workdir", address, EVERY)
-    assert refused.code == 2
-    assert "is not empty; add --resume" in refused.err
+    assert "is not empty; add --resume" in refused("--workdir", address, EVERY)
     return train(f"--workdir {address} --resume")
 
 
@@ -122,17 +122,15 @@ def test_multiples_stay_in_a_bucket_when_the_run_goes_on_without_the_flag(
 
 
 def test_the_other_commands_read_it(resumed: Done, address: str) -> None:
-    checked = command(f"checkpoints {address} --verify")
-    assert checked.code == 0
+    checked = succeeded(f"checkpoints {address} --verify")
     assert checked.out.count("good, every bit") == 3
     scores: list[tuple[float, float]] = []
     for workdir in (address, "whole"):
-        assert command(f"eval {workdir} --json scores.json").code == 0
+        succeeded(f"eval {workdir} --json scores.json")
         record = json.loads(Path("scores.json").read_text())
         scores.append((record["loss"], record["accuracy"]))
     assert scores[0] == scores[1]
-    generated = command(f"generate {address} --prompt 'def ' --tokens 3 --step 6")
-    assert generated.code == 0
+    generated = succeeded(f"generate {address} --prompt 'def ' --tokens 3 --step 6")
     assert f"step 6 of {address}" in generated.err
     assert load(address, step=6).step == 6
 
@@ -143,8 +141,7 @@ def test_it_goes_on_by_its_address_and_its_parameters_start_another_run(
     done = command(f"train --resume --workdir {address}")  # recipe and config are read there
     assert done.code == 0
     assert f"resuming lm-tiny at step {STEPS} of {STEPS}" in done.out
-    done = train(f"--init-from {address} --workdir {address}-tuned")
-    assert done.code == 0, done.err
+    done = completed(f"--init-from {address} --workdir {address}-tuned")
     assert f"starting from {address}/checkpoints/{STEPS}" in done.out.replace("\n", "")
     recorded = json.loads((path_of(f"{address}-tuned") / "config.json").read_bytes())
     assert recorded["config"]["init"]["init_from"] == f"{address}/checkpoints/{STEPS}"
@@ -152,21 +149,19 @@ def test_it_goes_on_by_its_address_and_its_parameters_start_another_run(
 
 def test_its_state_is_carried_into_another_form(resumed: Done, address: str) -> None:
     words = f"convert {address} --form plain --out {address}-plain"
-    assert command(words).code == 0
+    succeeded(words)
     assert saved_run.find(path_of(f"{address}-plain")).step == STEPS
-    again = command(words)
-    assert again.code == 2
-    assert f"--out {address}-plain is complete" in again.err
+    assert f"--out {address}-plain is complete" in refusal(words)
 
 
 def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
-    assert command(f"grow {address} --set depth=2 --out {address}-grown").code == 0
+    succeeded(f"grow {address} --set depth=2 --out {address}-grown")
     run = saved_run.find(path_of(f"{address}-grown"))
     assert run.step == STEPS
     assert run.config.model.sizes()["layers"] == 2
-    assert command(f"export {address} --out {address}-exported").code == 0
+    succeeded(f"export {address} --out {address}-exported")
     words = f"import {address}-exported --preset sp --out {address}-imported"
-    assert command(words).code == 0
+    succeeded(words)
     params = trained.read(path_of(address)).params
     imported = trained.read(path_of(f"{address}-imported")).params
     assert all(np.allclose(params[name], imported[name], rtol=1e-6) for name in params)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mupax.train.checkpoints import checkpointer
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, succeeded
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import checkpoints, folder, train
+from tests.fixtures.small_runs import checkpoints, completed, folder, refused
 from tests.train.run.saves.test_best_checkpoint import LOSSES, scripted
 
 __all__ = ["folder", "one_device", "shared_programs"]  # fixtures
@@ -33,15 +33,14 @@ def every_run(folder: Path) -> Done:
     """A run that was never asked about what it does not keep: the best is 2, every third stays, and the last is the newest."""
     with pytest.MonkeyPatch.context() as patch:
         scripted(patch, MEASURED)
-        done = train("--workdir every", ALL, EVERY, BEST)
-    assert done.code == 0, done.err
+        done = completed("--workdir every", ALL, EVERY, BEST)
     return done
 
 
 def listed(workdir: Path) -> dict[int, str | None]:
     """Step to the reason that `mupax checkpoints` gives."""
     file = workdir / "list.json"
-    assert command(f"checkpoints {workdir} --json {file}").code == 0
+    succeeded(f"checkpoints {workdir} --json {file}")
     return {row["step"]: row["stays_as"] for row in json.loads(file.read_text())}
 
 
@@ -71,7 +70,7 @@ def test_a_run_whose_metric_is_of_a_missing_plugin_is_listed_all_the_same(
 
 def test_control_without_the_flag_they_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, MEASURED)
-    assert train("--workdir without", ALL, "--steps 4").code == 0
+    completed("--workdir without", ALL, "--steps 4")
     assert checkpoints("without") == [4]
 
 
@@ -79,7 +78,7 @@ def test_a_multiple_is_saved_where_nothing_else_is_due(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, MEASURED)
-    assert train("--workdir rare", ALL, EVERY, "--checkpoint.every-steps 100").code == 0
+    completed("--workdir rare", ALL, EVERY, "--checkpoint.every-steps 100")
     assert checkpoints("rare") == [3, 6, LAST]
 
 
@@ -88,16 +87,14 @@ def test_a_resume_without_the_flag_deletes_none_and_keeps_no_more(
 ) -> None:
     copy = shutil.copytree("every", tmp_path / "run")
     scripted(monkeypatch, MEASURED)
-    done = train(f"--workdir {copy}", longer(10))
-    assert done.code == 0, done.err
+    done = completed(f"--workdir {copy}", longer(10))
     assert "changed since: checkpoint.keep_every 3 -> None" in done.out
     assert "the checkpoints 2 are deleted" in done.out, "the best one, and no other"
     assert checkpoints(copy) == [3, 6, 10]
     assert listed(copy) == {3: "every 3", 6: "every 3", 10: "newest"}
 
     # Back to 6 and on, without the flag or with another interval: what was kept before 6 still stays.
-    done = train(f"--workdir {copy} --resume-from 6 --checkpoint.keep-every 4", longer(9))
-    assert done.code == 0, done.err
+    completed(f"--workdir {copy} --resume-from 6 --checkpoint.keep-every 4", longer(9))
     assert checkpoints(copy) == [3, 6, 8, 9]
     assert checkpoints(copy / "branches" / "10") == [10]
 
@@ -109,19 +106,18 @@ def test_what_a_kill_left_undeleted_goes_at_the_next_save(
     scripted(monkeypatch, MEASURED)
     with monkeypatch.context() as patch:
         patch.setattr(checkpointer.CheckpointFolder, "prune", lambda self: None)
-        assert train("--workdir killed", ALL, EVERY, "--steps 5").code == 0
+        completed("--workdir killed", ALL, EVERY, "--steps 5")
     assert checkpoints("killed") == [1, 2, 3, 4, 5]
     undeleted = {step for step, reason in listed(Path("killed")).items() if reason is None}
     assert undeleted == {1, 2, 4}
     # config.json is lost, too: the newest checkpoint has what was recorded.
     Path("killed/config.json").unlink()
-    done = train("--workdir killed", longer(7))
-    assert done.code == 0, done.err
+    completed("--workdir killed", longer(7))
     assert checkpoints("killed") == [3, 7]
 
 
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_an_interval_below_one_is_refused(value: str, folder: Path) -> None:
-    done = train(f"--workdir refused --checkpoint.keep-every {value}")
-    assert done.code == 2
-    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in done.message
+    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in refused(
+        f"--workdir refused --checkpoint.keep-every {value}"
+    )

@@ -14,15 +14,17 @@ import pytest
 from mupax.train.config import record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.run import resume
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, refusal, succeeded
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
     STEPS,
+    completed,
     finished_run,
     folder,
     interrupted,
     losses,
     record_of,
+    refused,
     rows,
     train,
     untrained,
@@ -74,8 +76,7 @@ def test_a_schedule_that_jumps_is_refused_unless_it_is_meant(
     assert not untrained
     assert record_of(copy) == before
 
-    done = train(words, "--resume-change schedule")
-    assert done.code == 0, done.err
+    done = completed(words, "--resume-change schedule")
     assert untrained == [(6, 6)]
     assert f"resuming lm-tiny at step 6 of {steps}" in done.out
     assert f"changed since: steps {earlier} -> {steps}" in done.text
@@ -140,8 +141,7 @@ def test_fewer_steps_than_are_done_are_refused(whole: Done, untrained: list) -> 
 def test_every_change_is_shown_by_name_and_every_record_stays(copy: Path, untrained: list) -> None:
     words = f"--workdir {copy} --resume --optimizer.clip-norm 0.5 --accumulation-steps 2"
     more = "--log.no-tensorboard --checkpoint.keep 3"
-    done = train(words, more, "--mesh.fsdp 2")
-    assert done.code == 0, done.err
+    done = completed(words, more, "--mesh.fsdp 2")
     assert changes(done) == [
         "accumulation_steps 1 -> 2",
         "checkpoint.keep 2 -> 3",
@@ -151,13 +151,11 @@ def test_every_change_is_shown_by_name_and_every_record_stays(copy: Path, untrai
     ]
     assert len(record_of(copy)["segments"]) == 1
 
-    again = train(words, more, "--mesh.fsdp 2")
-    assert again.code == 0, again.err
+    again = completed(words, more, "--mesh.fsdp 2")
     assert "changed since" not in again.out
     assert len(record_of(copy)["segments"]) == 1, "nothing has changed"
 
-    third = train(words, "--mesh.fsdp 4")
-    assert third.code == 0, third.err
+    third = completed(words, "--mesh.fsdp 4")
     assert "changed since: mesh.fsdp 2 -> 4" in third.out
     parts = [*record_of(copy)["segments"], record_of(copy)]
     assert [part["config"]["mesh"]["fsdp"] for part in parts] == [1, 2, 4]
@@ -184,21 +182,17 @@ def test_another_environment_is_told_and_refused_where_the_run_is_to_go_on_exact
     recorded["environment"][group][name] = before
     rewrite(copy, recorded)
     words = f"--workdir {copy} --resume"
-    refused = train(words, "--resume-exact")
-    assert refused.code == 2
-    assert line in refused.err
+    assert line in refused(words, "--resume-exact")
     assert record_of(copy) == recorded
     assert not untrained
 
-    done = train(words)
-    assert done.code == 0, done.err
+    done = completed(words)
     (change,) = changes(done)
     assert line in change
     assert "bits can differ" in change
     assert record_of(copy)["segments"][0]["environment"][group][name] == before
 
-    again = train(words, "--resume-exact")
-    assert again.code == 0, again.err
+    again = completed(words, "--resume-exact")
     assert "changed since" not in again.out
     assert untrained == [(6, 6)] * 2
 
@@ -212,11 +206,8 @@ def test_a_run_that_recorded_no_environment_goes_on_with_one_line(
     recorded["versions"]["jax"] = "0.1"
     rewrite(copy, recorded)
     words = f"--workdir {copy} --resume"
-    refused = train(words, "--resume-exact")
-    assert refused.code == 2
-    assert "--resume-exact" in refused.err
-    done = train(words)
-    assert done.code == 0, done.err
+    assert "--resume-exact" in refused(words, "--resume-exact")
+    done = completed(words)
     lines = [row for row in done.out.splitlines() if "environment" in row or "changed since" in row]
     assert len(lines) == 1
 
@@ -226,35 +217,29 @@ def test_exact_goes_with_other_steps_and_not_with_other_rounding(
     copy: Path, untrained: list, tmp_path: Path
 ) -> None:
     words = f"--workdir {copy} --resume --resume-exact"
-    refused = train(words, "--accumulation-steps 2")
-    assert refused.code == 2
-    assert "accumulation_steps 1 -> 2" in refused.err
-    assert train(words, "--steps 8 --resume-change schedule").code == 0
+    assert "accumulation_steps 1 -> 2" in refused(words, "--accumulation-steps 2")
+    completed(words, "--steps 8 --resume-change schedule")
     assert untrained == [(6, 6)]
-    alone = train(f"--workdir {tmp_path}/new --resume-exact")
-    assert alone.code == 2
-    assert "add --resume" in alone.err
+    assert "add --resume" in refused(f"--workdir {tmp_path}/new --resume-exact")
 
 
 def test_a_run_of_a_constant_rate_goes_further(folder: Path) -> None:
     words = "--optimizer.schedule constant --log.no-tensorboard"
-    assert train(words, "--workdir level --steps 3").code == 0
-    done = train(words, "--workdir level --steps 4 --resume")
-    assert done.code == 0, done.err
+    completed(words, "--workdir level --steps 3")
+    done = completed(words, "--workdir level --steps 4 --resume")
     assert "changed since: steps 3 -> 4" in done.out
-    assert train(words, "--workdir level-at-once --steps 4").code == 0
+    completed(words, "--workdir level-at-once --steps 4")
     assert losses("level") == losses("level-at-once")
 
 
 @pytest.mark.core
 def test_what_may_change_is_named_and_only_on_resume(folder: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "new"
-    done = train(f"--workdir {workdir} --resume-change schedule")
-    assert done.code == 2
-    assert "--resume-change schedule is for a run that goes on; add --resume" in done.err
-    done = train(f"--workdir {workdir} --resume --resume-change rate")
-    assert done.code == 2
-    assert "'data', 'schedule'" in done.err or "write schedule or data" in done.err
+    assert "--resume-change schedule is for a run that goes on; add --resume" in refused(
+        f"--workdir {workdir} --resume-change schedule"
+    )
+    answer = refused(f"--workdir {workdir} --resume --resume-change rate")
+    assert "'data', 'schedule'" in answer or "write schedule or data" in answer
     assert not workdir.exists()
 
 
@@ -268,8 +253,7 @@ def test_a_record_of_another_version_is_read_as_far_as_it_goes(
     del recorded["config"]["resume_change"], recorded["config"]["faults"]
     recorded["config"]["optimizer"]["gone"] = 1
     rewrite(copy, recorded)
-    done = train("--workdir older --resume --steps 12 --resume-change schedule data")
-    assert done.code == 0, done.err
+    done = completed("--workdir older --resume --steps 12 --resume-change schedule data")
     assert changes(done) == [f"steps {STEPS} -> 12"]
     assert record_of(copy)["segments"][0]["config"]["optimizer"]["gone"] == 1
 
@@ -279,10 +263,9 @@ def test_a_run_with_experts_goes_on_as_if_it_had_not_stopped(folder: Path) -> No
     """With a bias that moves by loads, of state no optimizer has, and tokens that find no room."""
     experts = "--model.experts 4 --model.mlp-ratio 2 --model.routing.capacity-factor 0.75"
     words = f"{experts} --model.routing.balance bias --steps 3"
-    done = train("--workdir experts", words)
-    assert done.code == 0, done.err
+    completed("--workdir experts", words)
     copy = interrupted("experts", "experts-resumed", 2)
-    assert train("--workdir experts-resumed --resume", words).code == 0
+    completed("--workdir experts-resumed --resume", words)
     assert rows(copy) == rows("experts")
     assert rows(copy)[-2]["dropped_tokens"] > 0
 
@@ -303,8 +286,7 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list) -> Non
     record["config"]["distributed"]["coordinator"] = "10.0.0.1:1234"
     rewrite(copy, record)
     for words in (f"--resume --workdir '{workdir}'", f"'--workdir={workdir}' --resume"):
-        done = command("train", words)
-        assert done.code == 0, words
+        done = succeeded("train", words)
         assert f"resuming finetune at step 6 of {STEPS}" in done.out
         assert "changed since" not in done.text
     assert untrained == [(6, 6), (6, 6)]
@@ -313,14 +295,11 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list) -> Non
     assert after["resume_from"] is None
     # Flags stand above the record, and are checked as after a recipe.
     resume = f"--resume --workdir '{workdir}'"
-    further = command("train", resume, "--steps 9 --resume-change schedule")
-    assert further.code == 0
+    further = succeeded("train", resume, "--steps 9 --resume-change schedule")
     assert f"changed since: steps {STEPS} -> 9" in further.text
-    misspelt = command("train", resume, "--stepz 9")
-    assert misspelt.code == 2
-    assert "--steps" in misspelt.err
+    assert "--steps" in refusal("train", resume, "--stepz 9")
     # A recipe that does not fit is refused as it was.
-    assert command("train vit-digits", resume).code == 2
+    refusal("train vit-digits", resume)
 
 
 @pytest.mark.core
@@ -339,10 +318,9 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list) -> Non
 def test_a_command_line_without_recipe_or_run_is_refused(
     words: str, named: str, whole: Done, untrained: list
 ) -> None:
-    done = command("train", words)
-    assert done.code == 2
-    assert done.err.startswith("error: ")
-    assert named in done.err
+    answer = refusal("train", words)
+    assert answer.startswith("error: ")
+    assert named in answer
     assert not untrained
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mupax.train.core.program import assemble
 from mupax.train.data import load
 from mupax.train.run.report import metrics
 from mupax.train.run.report.mirrors import snapshots
-from tests.fixtures.commands import command
+from tests.fixtures.commands import refusal, succeeded
 from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
@@ -32,18 +33,24 @@ DIGITS = (
 )
 
 
-def shown(folder: Path) -> dict[tuple[str, int], Any]:
-    """Values of the summaries by tag and step."""
+def records(folder: Path) -> Iterator[Any]:
+    """Yield the events of all event files, oldest first."""
     from tensorboardX.proto.event_pb2 import Event
 
-    values = {}
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         while data:
+            # TFRecord: length (8 bytes), its checksum (4), the event, its checksum (4).
             length = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + length])
+            yield Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            values |= {(value.tag, event.step): value for value in event.summary.value}
+
+
+def shown(folder: Path) -> dict[tuple[str, int], Any]:
+    """Values of the summaries by tag and step."""
+    values = {}
+    for event in records(folder):
+        values |= {(value.tag, event.step): value for value in event.summary.value}
     return values
 
 
@@ -64,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, one_device: None) -> Path:
             patch.setattr(snapshots, name, once)
         patch.setattr(core_step, "make_train_step", traced_once)
         words = f"--workdir {folder} --log.images {SHOWN} --log.histograms"
-        assert command("train", DIGITS, words).code == 0
+        succeeded("train", DIGITS, words)
     assert len(builds) == 1
     return folder
 
@@ -122,7 +129,7 @@ def test_nothing_is_taken_unless_asked_for(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("it was not asked for")
 
     monkeypatch.setattr(snapshots, "Snapshots", never)
-    assert command(f"train {DIGITS} --workdir {tmp_path}/run").code == 0
+    succeeded(f"train {DIGITS} --workdir {tmp_path}/run")
     tags = {tag.partition("/")[0] for tag, _ in shown(tmp_path / "run" / "tensorboard")}
     assert tags == {"train", "eval", "perf"}
 
@@ -146,6 +153,4 @@ def test_nothing_is_taken_unless_asked_for(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: str, message: str, tmp_path: Path) -> None:
-    done = command(f"train {words} --workdir {tmp_path}/run")
-    assert done.code == 2
-    assert message in done.message
+    assert message in refusal(f"train {words} --workdir {tmp_path}/run")

@@ -13,10 +13,9 @@ from mupax import MupaxError
 from mupax.__main__ import main
 from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
+from tests.train.run.report.test_metrics import ROW, steps_of, write
 
 pytestmark = pytest.mark.core
-
-ROW = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 64, "seconds": 0.1}
 
 
 class Fake(types.ModuleType):
@@ -61,13 +60,6 @@ def logging_to(tracker: Fake) -> LogConfig:
     return dataclasses.replace(LogConfig(tensorboard=False), **{tracker.__name__: "project"})
 
 
-def write(folder, steps, **options):
-    with metrics.MetricsWriter(folder, **options) as writer:
-        for step in steps:
-            writer.write({"step": step, **ROW})
-    return writer.path
-
-
 def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
     log = logging_to(fake)
     write(tmp_path, [1, 2], log=log)
@@ -90,7 +82,7 @@ def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
 def test_one_that_fails_is_left_out_and_the_rows_are_there(tmp_path, fake, capsys):
     fake.broken = True
     path = write(tmp_path, [1, 2], log=logging_to(fake))
-    assert [each["step"] for each in metrics.read(path)] == [1, 2]
+    assert steps_of(path) == [1, 2]
     assert (
         "is left out from here on: the server is gone; metrics.jsonl has every row"
         in capsys.readouterr().err
