@@ -364,7 +364,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "joined, that they waited for process 0). They ended "
         f"within {BOUND_S:.0f} s, with exit code 1, or 2 for bad input. After a failure that "
         "passes, such as a slow disk, they trained on. Resumed runs ended bitwise equal to an "
-        "undisturbed run. *Other* code or flags are those of one process. "
+        "undisturbed run. *Other* code or flags: only one process has them. "
         f"`{COMMAND}`"
     )
 

@@ -44,7 +44,7 @@ smallest model of a comparison is its base.
   multiplier are searched again ("two tuned anew"). Rows with "all tuned anew", and `sp` in `muon` sections, also search the
   multipliers of the input embedding and of parameter groups that gain more than {JOINS:.3f} nats from a factor of four at
   four times the base.
-  In rows with "more constants", the preset's search at the base has these groups, too, and ends elsewhere.
+  In rows with "more constants", the preset's search at the base has these groups, too.
 
 A section's name has the growing size and the number of steps. `vit` sections grow in head dimension, `muon` sections in heads, under
 Muon. `muon-shipped-100` searches nothing at the base: it has `lm-laptop`'s constants. m and L are width and depth, divided by
@@ -57,7 +57,7 @@ worse**), **not shown** that no row of a section has *yes*. Where a section has 
 `python -m scripts.quality` trains missing runs and writes this page; `--rates` measures the picture.
 """
 COLUMNS = """Tables of sections have mean losses in nats. Rows with "as sp has" are `mup` with one rule of `sp` and a learning rate
-searched at every size; the last column is `mup`'s loss minus theirs at the largest size, over the seeds of both.
+searched at every size; the last column is `mup`'s loss minus theirs at the largest size, over the seeds that both have.
 """
 LESS = "mup less this"
 READING = {

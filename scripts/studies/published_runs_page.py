@@ -161,8 +161,8 @@ model (1.8 to 25 times the tokens). *Lost* compares the loss with that of the lo
 
 {table(joint)}
 
-The rule in bold was picked after these runs were seen. The next table keeps the batch and compares
-with the best rate at this batch:
+The rule in bold above was picked after these runs were seen. In the next table the longer run keeps the
+shorter one's batch. *Lost* compares with the best rate at this batch:
 
 {table(fixed)}
 

@@ -128,7 +128,7 @@ ABOUT = {
     ),
     "tied-start": (
         "A decoder under Adam grows fourfold in head dimension. `key_start=query` starts key "
-        "matrices equal to query matrices. `mup`'s loss rises by 0.007 nats for the "
+        "matrices equal to query matrices. This raises `mup`'s loss by 0.007 nats for the "
         "smallest model and 0.044 for the largest."
     ),
     "ed-heads": (

@@ -258,10 +258,7 @@ def unreadable(message: str, error: OSError) -> DataError | ReadError:
     """Return the error for a file or folder that the operating system does not read or write.
 
     A supervisor takes a `DataError` as final and starts the run again after a `ReadError`. So an
-    error that may pass (`may_pass`) is a `ReadError`.
-
-    Args:
-        message: Complete text of the error.
+    error that may pass (`may_pass`) is a `ReadError`. Its text is `message`.
     """
     return ReadError(message) if may_pass(error) else DataError(message)
 

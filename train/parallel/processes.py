@@ -208,7 +208,7 @@ class StopRequest:
         return has_reached_bound and self._agreed is None
 
     def done(self) -> None:
-        """Count the claimed program as dispatched."""
+        """Record that the program is dispatched that the last `claim` allowed this process to run."""
         with self._changed:
             self._num_done += 1
             self._is_running = False

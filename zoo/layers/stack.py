@@ -238,7 +238,11 @@ class Attention(nnx.Module):
         return q_BTHN, k_BSKN, v_BSKN
 
     def _rotated(self, x_BTHN: jax.Array, start: jax.Array | None) -> jax.Array:
-        """Return queries or keys with rotary positions applied."""
+        """Return queries or keys with rotary positions applied.
+
+        Args:
+            start: Position of the first entry of x, as for `heads`.
+        """
         assert self.rope_theta is not None
         return rotary(
             x_BTHN, self.rope_theta, start, self.rope_scaling, self.rotary_size, layout=self.layout

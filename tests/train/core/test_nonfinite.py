@@ -243,25 +243,25 @@ def test_a_signal_ends_a_wait_for_data(
 
 @pytest.mark.core
 def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    with said.open("w+") as file:
+    log = tmp_path / "log"
+    with log.open("w+") as file:
         with Watchdog(0.2, file) as watchdog:
             time.sleep(0.5)  # before the first word it does not watch: compiling may take long
             for _ in range(20):
                 watchdog.waiting("nothing much")
                 time.sleep(0.02)
             file.flush()
-            assert said.read_text() == ""
+            assert log.read_text() == ""
             watchdog.waiting("the batch of step 7")
             time.sleep(0.9)
-        report = said.read_text()
+        report = log.read_text()
     message = "without anything finished; waiting for the batch of step 7. The threads are at:"
     assert 2 <= report.count(message) <= 4
     assert "test_the_watchdog_speaks_after_a_silence" in report
-    with said.open("w+") as file, Watchdog(None, file) as watchdog:
+    with log.open("w+") as file, Watchdog(None, file) as watchdog:
         watchdog.waiting("nothing")
         time.sleep(0.2)
-    assert said.read_text() == ""
+    assert log.read_text() == ""
 
 
 # Where the main thread cannot hear

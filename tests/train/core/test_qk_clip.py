@@ -312,13 +312,15 @@ def train(*words: str) -> Done:
 
 
 def test_a_command_clips_and_a_resumed_run_has_the_same_bits() -> None:
-    flags = "--optimizer.qk-clip 0.05 --optimizer.peak-lr 2e-4 --optimizer.schedule constant"
+    flags = (
+        "--seed 1 --optimizer.qk-clip 0.05 --optimizer.peak-lr 2e-4 --optimizer.schedule constant"
+    )
     done = train(flags, "--workdir whole")
     assert done.code == 0, done.err
     largest = [row["attention_logit_max"] for row in rows("whole") if "loss" in row]
     assert largest[0] > 0.1
-    # The factors go by the logits of the batch before: 0.063 was seen.
-    assert max(largest[1:]) < 0.07
+    # A factor goes by the logits of the batch before. Of seeds 0 to 3, 0 reaches 0.063 at any lr.
+    assert max(largest[1:]) < 0.055
 
     interrupted("whole", "parts", 3)
     done = train(flags, "--workdir parts --resume")

@@ -110,11 +110,7 @@ class _Walk:
                 self.skipped[name] = "is neither a file nor a folder"
 
     def _skip(self, name: str, path: Path, error: OSError) -> None:
-        """Add a file or folder that may not be read to `skipped`.
-
-        Args:
-            name: Path relative to the root.
-            path: File or folder itself.
+        """Add a file or folder that may not be read to `skipped`, under its name.
 
         Raises:
             ReadError: The disk does not answer. The run would train on other data without the path.

@@ -751,7 +751,8 @@ def _slopes(
 def _change_with_encoder(limit: Limit) -> _DecoderChange:
     """Return exponents of the changes of a decoder whose encoder changes, too.
 
-    Changes of the encoder reach the decoder through branches that are independent of them.
+    Changes of the encoder reach the decoder through its cross-attention branches. These branches
+    are independent of the changes, so over the layers the contributions add up like random numbers.
     """
     encoder = limit.of("encoder")
     # Independent branches add up as the root of their number, hence layers / 2.

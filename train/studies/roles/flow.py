@@ -83,9 +83,9 @@ def norms(graph: Graph) -> Norms:
 
 
 def _statistic(root: Node) -> set[Node]:
-    """Return the values from a root's argument back to the squares that it sums.
+    """Return the values between a square root and the squares whose sum it takes, squares included.
 
-    The result is empty if `root` is no root of a sum of squares.
+    The result is empty if `root` is not the square root of a sum of squares.
     """
     chain: set[Node] = set()
     stack = [root.inputs[0]]
