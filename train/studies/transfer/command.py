@@ -78,7 +78,10 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         of_study.check(studies[0].configs[0], args.predict)
     if args.save_tuned:
         tuned.check_before_training(args.save_tuned, config)
-    note = joint.rates_note(run for plan in studies for run in plan.configs)
+    runs = []
+    for plan in studies:
+        runs += plan.configs
+    note = joint.rates_note(runs)
     if note:
         terminal.say(note)
     if recipe.dry_run:
